@@ -60,7 +60,7 @@ def take(value: Any, index: torch.Tensor) -> Any:
 
 
 def concatenate(key: Any, parts: list[Any], pad: float) -> Any:
-    """Join the parts of one column by row; tensors are right-padded with ``pad`` to one length of dimension 1."""
+    """Join the parts of one column by row; dimension 1 of tensors is right-padded with ``pad``."""
     if all(isinstance(part, torch.Tensor) for part in parts):
         return _concatenate_tensors(key, parts, pad)
     if all(isinstance(part, (list, tuple)) for part in parts):
@@ -119,7 +119,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Inverse of :func:`encode`. Shared memory is mapped read-only, so its bytes are copied: tensors are writable."""
+    """Inverse of :func:`encode`; read-only bytes (Ray's shared memory) are copied: tensors are writable."""
     if not isinstance(value, EncodedTensor):
         return value
     data = value.data if value.data.flags.writeable else value.data.copy()

@@ -45,10 +45,10 @@ def length_balanced_rows(
     length_round: int,
     padded_length: int,
 ) -> list[ShardRows]:
-    """Deal each global batch by ascending length, and form micro-batches of at most ``max_tokens`` padded tokens.
+    """Deal each global batch by ascending length, in micro-batches of at most ``max_tokens`` padded tokens.
 
-    A micro-batch's length is the longest row at its positions in any shard, rounded up to ``length_round`` and
-    capped at ``padded_length``; so all shards have equally many micro-batches of equal shapes.
+    A micro-batch's length is the longest row at its positions in any shard, rounded up to ``length_round``
+    and capped at ``padded_length``; so all shards have equally many micro-batches of equal shapes.
 
     Raises:
         BatchError: a single row does not fit into ``max_tokens``.

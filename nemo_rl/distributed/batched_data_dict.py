@@ -43,12 +43,12 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     """Columns of equal length: tensors with rows along dimension 0, or lists with one item per row.
 
     Methods that cut or join rows raise :class:`BatchError` (a ``ValueError``) which names the columns if
-    their lengths differ. Pickling with protocol 5 (as Ray does) ships each CPU tensor once, as a raw buffer of
-    exactly its own rows, never the larger storage that it may be a view of.
+    their lengths differ. Pickling with protocol 5 (as Ray does) ships each CPU tensor once, as a raw buffer
+    of exactly its own rows, never the larger storage that it may be a view of.
 
     Attributes:
-        micro_batch_indices: per global batch, the [start, end) rows of each micro-batch, relative to that global
-            batch; None unless the sharder formed micro-batches.
+        micro_batch_indices: per global batch, the [start, end) rows of each micro-batch, relative to that
+            global batch; None unless the sharder formed micro-batches.
         micro_batch_lengths: per global batch, the padded token length of each micro-batch; or None.
         elem_counts_per_gb: rows of each global batch in this shard, if they are not equal; or None.
     """
@@ -129,7 +129,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
 
         Args:
             batch_idx: which global batch.
-            batch_size: rows per global batch in this shard; may be left out if the sharder recorded the counts.
+            batch_size: rows per global batch in this shard; not needed if the sharder recorded the counts.
         """
         if self.elem_counts_per_gb is not None:
             if not 0 <= batch_idx < len(self.elem_counts_per_gb):
@@ -189,7 +189,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return repeated
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut tensors that have dimension ``dim`` to its first ``truncated_len`` entries, in place (views)."""
+        """Cut dimension ``dim`` of tensors that have it to ``truncated_len`` entries, in place (views)."""
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.ndim > dim:
                 self.data[key] = value.narrow(dim, 0, truncated_len)
@@ -213,8 +213,8 @@ class BatchedDataDict(UserDict, Generic[DictT]):
     ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
         """Deal the rows to ``shards`` data-parallel shards.
 
-        Plain: of every ``batch_size`` consecutive rows (all rows by default) shard r gets the r-th part, so the
-        first rows of each shard belong to global batch 0, the next to global batch 1, and so on.
+        Plain: of every ``batch_size`` consecutive rows (all rows by default) shard r gets the r-th part, so
+        the first rows of each shard belong to global batch 0, the next to global batch 1, and so on.
         Dynamic batching: within each global batch rows are dealt by length, and every shard carries the same
         number of micro-batches of the same padded lengths.
 
@@ -290,12 +290,13 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         size = self._checked_size()
         if microbatch_size < 1 or size % microbatch_size:
             raise BatchError(
-                f"Data dict size ({size}) is not a multiple of the provided microbatch size ({microbatch_size})"
+                f"Data dict size ({size}) is not a multiple of the provided microbatch size "
+                f"({microbatch_size})"
             )
         return (self.slice(start, start + microbatch_size) for start in range(0, size, microbatch_size))
 
     def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[SlicedDataDict]:
-        """The micro-batches that dynamic batching formed, cut to their padded length along ``sequence_dim``."""
+        """The micro-batches of dynamic batching, cut to their padded length along ``sequence_dim``."""
         indices, lengths = self._single_plan()
         for (start, end), length in zip(indices, lengths, strict=True):
             batch = self.slice(start, end)
@@ -323,7 +324,7 @@ class BatchedDataDict(UserDict, Generic[DictT]):
             )
         if len(self.micro_batch_indices) != 1:
             raise BatchError(
-                f"this batch spans {len(self.micro_batch_indices)} global batches: take one with get_batch(i) first"
+                f"this batch spans {len(self.micro_batch_indices)} global batches: take one with get_batch(i)"
             )
         return self.micro_batch_indices[0], self.micro_batch_lengths[0]
 
