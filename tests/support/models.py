@@ -37,7 +37,7 @@ def tiny_model(
     seed: int = 0,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A random fp32 causal LM of `family` whose every parameter (norms and biases too) is away from its initial value."""
+    """A random fp32 causal LM of `family`, every parameter (norms and biases too) away from its initial value."""
     config_class, model_class = FAMILIES[family]
     config = config_class(
         **{
@@ -79,7 +79,9 @@ def tiny_hf_dir(path: str | Path, family: str, **options: Any) -> str:
     return str(path)
 
 
-def hf_token_logprobs(model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, temperature: float = 1.0) -> Tensor:
+def hf_token_logprobs(
+    model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, temperature: float = 1.0
+) -> Tensor:
     """Oracle log-probabilities, one row per call, with autograd.
 
     Args:

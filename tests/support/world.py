@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gloo worlds for tests, on worker processes that are started and pre-imported once.
 
-Importing torch and megatron-core costs 5-12 s a process, so the workers outlive a test: `run_world` hands each of
-them a function by name, forms a fresh process group for it and dissolves the group afterwards. A rank that raises,
-dies or outlasts the deadline fails the test with the rank's own traceback; the workers concerned are replaced.
+Importing torch and megatron-core costs 5-12 s a process, so the workers outlive a test: `run_world` hands each
+of them a function by name, forms a fresh process group for it and dissolves the group afterwards. A rank that
+raises, dies or outlasts the deadline fails the test with the rank's own traceback; its worker is replaced.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _pool: list[_Worker] = []
 
 def _spawn() -> _Worker:
     ours, theirs = Pipe()
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(_REPO), PYTHONUNBUFFERED="1", TORCHDYNAMO_DISABLE="1")
+    env = dict(
+        os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(_REPO), PYTHONUNBUFFERED="1", TORCHDYNAMO_DISABLE="1"
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.world_worker", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
@@ -82,7 +84,9 @@ def shutdown_workers() -> None:
     _pool.clear()
 
 
-def run_world(world_size: int, function: str, *, deadline: float = 120.0, fresh: bool = False, **kwargs: Any) -> list[Any]:
+def run_world(
+    world_size: int, function: str, *, deadline: float = 120.0, fresh: bool = False, **kwargs: Any
+) -> list[Any]:
     """Run `function` on `world_size` gloo ranks.
 
     Args:
@@ -129,7 +133,9 @@ def _collect(workers: list[_Worker], function: str, deadline: float) -> list[Any
             if failures:
                 end = min(end, time.monotonic() + _GRACE_S)
     for rank, worker in pending.items():
-        failures.setdefault(rank, f"still running after {deadline:.0f} s, or {_GRACE_S:.0f} s after another rank failed")
+        failures.setdefault(
+            rank, f"still running after {deadline:.0f} s, or {_GRACE_S:.0f} s after another rank failed"
+        )
         worker.kill()
     if failures:
         for worker in workers:  # their process group may be broken

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop that every algorithm runs in: counters, cadence of validation and saving, resume, stop."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl.algorithms.context import Context
+from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.progress import StepProgress
+from nemo_rl.utils.timer import Timer
+
+logger = logging.getLogger(__name__)
+
+_DATALOADER_FILE = "train_dataloader.pt"
+
+
+@dataclass
+class LoopState:
+    """Counters of a run, kept in training_info.json.
+
+    Attributes:
+        step: finished training steps.
+        consumed_samples: rows of the data set used so far.
+        total_valid_tokens: tokens that the loss covered so far.
+        num_skipped_steps: optimizer steps skipped so far (no valid token, or a gradient that was not finite).
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    total_valid_tokens: int = 0
+    num_skipped_steps: int = 0
+
+    @classmethod
+    def from_training_info(cls, info: Mapping[str, Any]) -> LoopState:
+        """Counters of a checkpoint."""
+        return cls(**{name: info[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an algorithm reports of one step.
+
+    Attributes:
+        metrics: name -> number, equal in two runs of one configuration.
+        num_samples: rows of the data set consumed.
+        num_valid_tokens: tokens that the loss covered.
+        num_skipped_steps: optimizer steps skipped.
+        rows: rollouts, JSON-serialisable; empty for algorithms without.
+    """
+
+    metrics: dict[str, float]
+    num_samples: int
+    num_valid_tokens: int
+    num_skipped_steps: int = 0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When to validate and when to stop.
+
+    Attributes:
+        max_steps: total number of steps.
+        val_period: validate after every so many steps; 0: never.
+        val_at_start: validate before the first step of a new run.
+        val_at_end: validate after the last step.
+    """
+
+    max_steps: int
+    val_period: int
+    val_at_start: bool
+    val_at_end: bool
+
+
+class Algorithm(Protocol):
+    """One training step and one validation; everything else is the loop's."""
+
+    name: str
+    headline: tuple[str, ...]  # metrics worth a place in the progress line
+
+    def step(self, batch: Any, step: int, timer: Timer) -> StepResult:
+        """Train on one batch of the loader; `step` counts from 0."""
+        ...
+
+    def validate(self, step: int, timer: Timer) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Measure on held-out data; metrics and rows to keep."""
+        ...
+
+
+class TrainLoop:
+    """Runs an algorithm from its last checkpoint to its last step."""
+
+    def __init__(self, context: Context, algorithm: Algorithm, cadence: Cadence, state: LoopState):
+        """Bind the parts.
+
+        Args:
+            context: what `algorithms.setup.build` made.
+            algorithm: the algorithm.
+            cadence: validation and stop.
+            state: counters to go on from.
+        """
+        self.context = context
+        self.algorithm = algorithm
+        self.cadence = cadence
+        self.state = state
+        self.timer = Timer()
+        self._last_validation: dict[str, float] = {}
+
+    def run(self) -> LoopState:
+        """Run to the end.
+
+        Returns:
+            The final counters.
+        """
+        state, cadence, checkpointing = self.state, self.cadence, self.context.checkpointing
+        with StepProgress(self.algorithm.name, cadence.max_steps, state.step) as progress:
+            if state.step == 0 and cadence.val_at_start:
+                self._validate(progress)
+            while state.step < cadence.max_steps:
+                with self.timer.time("total_step_time"):
+                    batch = next(self.context.train_loader)
+                    result = self.algorithm.step(batch, state.step, self.timer)
+                self._count(result)
+                last = state.step == cadence.max_steps
+                self._log(result, progress)
+                if self._due(cadence.val_period) or (last and cadence.val_at_end):
+                    self._validate(progress)
+                if checkpointing.enabled and (last or self._due(checkpointing.save_period)):
+                    self._save(result)
+                self.timer.reset()
+        return state
+
+    def _due(self, period: int) -> bool:
+        return period > 0 and self.state.step % period == 0
+
+    def _count(self, result: StepResult) -> None:
+        self.state.step += 1
+        self.state.consumed_samples += result.num_samples
+        self.state.total_valid_tokens += result.num_valid_tokens
+        self.state.num_skipped_steps += result.num_skipped_steps
+
+    def _log(self, result: StepResult, progress: StepProgress) -> None:
+        step, sink = self.state.step, self.context.logger
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(result.metrics[name]):
+                logger.warning(
+                    "step %d: %s is %s; the optimizer step was skipped", step, name, result.metrics[name]
+                )
+        sink.log_metrics(result.metrics, step, "train")
+        seconds = self.timer.seconds()
+        sink.log_metrics(seconds, step, "timing/train")
+        tokens = result.num_valid_tokens / seconds["total_step_time"]
+        sink.log_metrics({"valid_tokens_per_sec": tokens}, step, "performance")
+        if result.rows:
+            sink.log_rows("rollouts", step, result.rows)
+        progress.update(step, {name: result.metrics[name] for name in self.algorithm.headline})
+
+    def _validate(self, progress: StepProgress) -> None:
+        timer = Timer()
+        with timer.time("total_validation_time"):
+            metrics, rows = self.algorithm.validate(self.state.step, timer)
+        self._last_validation = metrics
+        self.context.logger.log_metrics(metrics, self.state.step, "validation")
+        self.context.logger.log_metrics(timer.seconds(), self.state.step, "timing/validation")
+        if rows:
+            self.context.logger.log_rows("validation", self.state.step, rows)
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "/" not in name)
+        progress.note(f"validation after step {self.state.step}: {figures}")
+
+    def _save(self, result: StepResult) -> None:
+        manager, config = self.context.checkpointer, self.context.config
+        info: dict[str, Any] = asdict(self.state)
+        info |= {f"train:{name}": value for name, value in result.metrics.items()}
+        info |= {f"val:{name}": value for name, value in self._last_validation.items()}
+        with self.timer.time("checkpointing"):
+            check_metric_name(manager, info)
+            path = Path(manager.init_tmp_checkpoint(self.state.step, info, config.to_dict()))
+            policy = path / "policy"
+            self.context.policy.save_checkpoint(
+                str(policy / "weights"),
+                str(policy / "optimizer") if self.context.checkpointing.save_optimizer else None,
+                str(policy / "tokenizer"),
+                self.context.checkpointing,
+            )
+            torch.save(self.context.train_loader.state_dict(), path / _DATALOADER_FILE)
+            manager.finalize_checkpoint(path)
+
+
+def check_metric_name(manager: CheckpointManager, info: Mapping[str, Any]) -> None:
+    """Refuse a `checkpointing.metric_name` that this run never measures."""
+    name = manager.config.metric_name
+    kind = None if name is None else name.partition(":")[0]
+    known = [key for key in info if key.startswith(f"{kind}:")]
+    if name is not None and known and name not in known:
+        raise ValueError(
+            f"checkpointing.metric_name={name!r} is not measured; there are {', '.join(sorted(known))}"
+        )
+
+
+def resume_state(manager: CheckpointManager) -> tuple[LoopState, Path | None]:
+    """Where a run goes on.
+
+    Returns:
+        The counters, and the directory of the checkpoint they come from (None for a new run).
+    """
+    latest = manager.get_latest_checkpoint_path()
+    info = manager.load_training_info(latest) if latest else None
+    if latest is None or info is None:
+        return LoopState(), None
+    return LoopState.from_training_info(info), Path(latest)
+
+
+def load_dataloader_state(checkpoint: Path) -> dict[str, Any]:
+    """The training loader's position at a checkpoint."""
+    return torch.load(checkpoint / _DATALOADER_FILE, weights_only=True)
+
+
+def open_logger(cfg: Any, run_dir: Path, checkpoint: Path | None, state: LoopState) -> Logger:
+    """The run's logger; on resume, lines after the restored step are dropped."""
+    return Logger(cfg, run_dir, None if checkpoint is None else state.step)
