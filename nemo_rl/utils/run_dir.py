@@ -40,8 +40,8 @@ def exclusive_run_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
         except OSError as error:
             lock.seek(0)
             raise ValueError(
-                f"logger.log_dir={path}: another run (process {lock.read().strip() or 'unknown'}) is active in "
-                "this directory; wait for it, or choose another logger.log_dir"
+                f"logger.log_dir={path}: another run (process {lock.read().strip() or 'unknown'}) is active "
+                "in this directory; wait for it, or choose another logger.log_dir"
             ) from error
         lock.truncate(0)
         lock.write(str(os.getpid()))

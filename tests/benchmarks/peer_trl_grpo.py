@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in the peer's own environment: seconds of a step of trl's GRPOTrainer by phase, as JSON on the last line.
+"""Runs in the peer's own environment: seconds of a step of trl's GRPOTrainer by phase, as JSON.
 
 usage: python peer_trl_grpo.py MODEL_DIR STEPS THREADS
 """
@@ -75,8 +75,7 @@ def main(model_dir: str, steps: int, threads: int) -> None:
     trainer.train()
     total = time.perf_counter() - start
     versions = {"trl": trl.__version__, "transformers": transformers.__version__}
-    sys.stdout.write(json.dumps({"seconds": dict(seconds), "total": total, **versions}) + "
-")
+    sys.stdout.write(json.dumps({"seconds": dict(seconds), "total": total, **versions}) + "\n")
 
 
 if __name__ == "__main__":

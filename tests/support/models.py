@@ -37,7 +37,7 @@ def tiny_model(
     seed: int = 0,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A random fp32 causal LM of `family`, every parameter (norms and biases too) away from its initial value."""
+    """A random fp32 causal LM, every parameter (norms and biases too) away from its initial value."""
     config_class, model_class = FAMILIES[family]
     config = config_class(
         **{

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gloo worlds for tests, on worker processes that are started and pre-imported once.
 
-Importing torch and megatron-core costs 5-12 s a process, so the workers outlive a test: `run_world` hands each
-of them a function by name, forms a fresh process group for it and dissolves the group afterwards. A rank that
+Importing torch and megatron-core costs 5-12 s a process, so the workers outlive a test: `run_world` hands
+each of them a function by name, forms a fresh process group for it and dissolves the group afterwards. A rank that
 raises, dies or outlasts the deadline fails the test with the rank's own traceback; its worker is replaced.
 """
 
