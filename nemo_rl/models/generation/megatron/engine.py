@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `megatron` generation backend: continuous batching on the policy's own model, in the policy's own
+processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.parallel_dims import ParallelDims
+from nemo_rl.models.generation.interfaces import (
+    GenerationConfig,
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    GenerationSamplingParams,
+    sampling_params,
+)
+from nemo_rl.models.generation.megatron.decode_loop import DecodeLoop, GenerationRequest, Responses
+from nemo_rl.models.generation.megatron.kv_cache import SlotKVCache
+from nemo_rl.models.generation.megatron.sampling import row_seeds
+from nemo_rl.models.generation.megatron.stages import StageRunner
+from nemo_rl.models.generation.megatron.stopping import TokenDecoder, stop_strings_of_rows
+
+_DEFAULT_MAX_SLOTS = 256
+_FIRST_CAPACITY = 256  # positions a slot beyond the prompts; doubled when a row gets longer
+
+
+class MegatronGenerator:
+    """Generates with the model chunks that the policy trains: no second copy of the weights, no refit.
+
+    The chunks' parameters must be current: with an overlapped parameter gather the owner finishes it (and
+    removes the forward pre-hooks) before it calls :meth:`generate`.
+
+    Args:
+        chunks: this rank's model chunks without DDP and mixed-precision wrappers.
+        dims: the layout.
+        config: `policy.generation`, with pad and stop tokens filled in (`configure_generation_config`).
+        vocab_size: the model's real vocabulary.
+        tokenizer: decodes responses where there are stop strings; None if there never are.
+        max_total_sequence_length: prompt plus response of a row never exceed it.
+
+    Raises:
+        ValueError: a configuration that cannot run, with its key and a value that works.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        dims: ParallelDims,
+        config: GenerationConfig,
+        *,
+        vocab_size: int,
+        tokenizer: Any,
+        max_total_sequence_length: int,
+    ) -> None:
+        self._chunks = list(chunks)
+        self._dims = dims
+        self._config = config = GenerationConfig.coerce(config)
+        self._vocab_size = vocab_size
+        engine = config.mcore_generation_config
+        if engine.num_slots is not None and engine.num_slots % dims.tp:
+            raise ValueError(
+                f"policy.generation.mcore_generation_config.num_slots={engine.num_slots} is not a "
+                f"multiple of the tensor-parallel size {dims.tp}; {_round_up(engine.num_slots, dims.tp)} "
+                "works"
+            )
+        if config.pad_token_id is None:
+            raise ValueError(
+                "policy.generation has no pad token; pass the section through "
+                "configure_generation_config(config, tokenizer)"
+            )
+        self._pad_token_id = config.pad_token_id
+        self._stop_table = self._make_stop_table(config.stop_token_ids or [])
+        self._decoder = TokenDecoder(tokenizer) if tokenizer is not None else None
+        self._max_length = max_total_sequence_length
+        if engine.max_model_len is not None:
+            self._max_length = min(self._max_length, engine.max_model_len)
+        self._stages = StageRunner(self._chunks, dims, vocab_size)
+        self._cache: SlotKVCache | None = None
+
+    def _make_stop_table(self, stop_token_ids: Sequence[int]) -> Tensor:
+        wrong = [token for token in stop_token_ids if not 0 <= token < self._vocab_size]
+        if wrong:
+            raise ValueError(
+                f"policy.generation.stop_token_ids contains {wrong}, outside the vocabulary of "
+                f"{self._vocab_size}; use ids from 0 to one less than that"
+            )
+        table = torch.zeros(self._vocab_size, dtype=torch.bool)
+        table[list(stop_token_ids)] = True
+        return table.to(self._dims.device)
+
+    def generate(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        greedy: bool = False,
+        *,
+        sampling: GenerationSamplingParams | None = None,
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Generate one response to each prompt. Collective over the ranks of one model copy (tp x pp).
+
+        Args:
+            data: prompts, on any device, the same on all ranks of the model copy.
+            greedy: take the most likely token instead of drawing one.
+            sampling: overrides the configuration's temperature, top-p and top-k (validation has its own).
+
+        Returns:
+            GenerationOutputSpec with `truncated`, on the CPU, rows in the order of `data`. Log-probabilities
+            are those of the distribution that was drawn from; see :func:`sampling.sample`. A prompt that
+            leaves no room for a token gets an empty response and is marked truncated.
+
+        Raises:
+            ValueError: an empty prompt, lengths outside the batch, or malformed stop strings.
+            RuntimeError: the model gave non-finite log-probabilities.
+        """
+        with _evaluating(self._chunks), torch.no_grad():
+            request = self._request(data, greedy, sampling or sampling_params(self._config))
+            responses = self._run(request)
+        return self._output(request, responses)
+
+    def finish(self) -> None:
+        """Free the KV cache; the next call allocates one."""
+        self._cache = None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache on this rank, 0 between :meth:`finish` and the next call."""
+        return 0 if self._cache is None else self._cache.num_bytes
+
+    def _request(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool, params: GenerationSamplingParams
+    ) -> GenerationRequest:
+        input_ids, device = data["input_ids"], self._dims.device
+        lengths: list[int] = data["input_lengths"].tolist()
+        for row, length in enumerate(lengths):
+            if not 1 <= length <= input_ids.shape[1]:
+                raise ValueError(
+                    f"input_lengths[{row}] is {length}; a prompt has 1 to {input_ids.shape[1]} tokens "
+                    f"(input_ids is {list(input_ids.shape)}); start an empty prompt with the "
+                    "tokenizer's BOS token"
+                )
+        stop_strings = stop_strings_of_rows(data.get("stop_strings"), self._config.stop_strings, len(lengths))
+        if any(stop_strings) and self._decoder is None:
+            raise ValueError(
+                "stop_strings need a tokenizer; pass one to MegatronGenerator, or use stop_token_ids"
+            )
+        return GenerationRequest(
+            input_ids=input_ids.to(device),
+            lengths=lengths,
+            limits=[
+                max(0, min(self._config.max_new_tokens, self._max_length - length)) for length in lengths
+            ],
+            seeds=data["seeds"].to(device) if "seeds" in data else self._draw_seeds(len(lengths)),
+            stop_strings=stop_strings,
+            params=params,
+            greedy=greedy,
+            prefill_multiple=self._dims.tp,
+            max_prefill_tokens=self._config.mcore_generation_config.max_tokens,
+        )
+
+    def _draw_seeds(self, num_rows: int) -> Tensor:
+        """Seeds from torch's global generator (the sampler's, so that all ranks agree)."""
+        base = torch.randint(torch.iinfo(torch.int64).max, (1,), dtype=torch.int64).to(self._dims.device)
+        replica = self._dims.dp_rank * self._dims.cp + self._dims.cp_rank
+        return row_seeds(self._stages.share(base)[0] + replica, num_rows)
+
+    def _run(self, request: GenerationRequest) -> Responses:
+        num_rows = sum(limit > 0 for limit in request.limits)
+        slots = self._config.mcore_generation_config.num_slots or _round_up(_DEFAULT_MAX_SLOTS, self._dims.tp)
+        slots = min(slots, _round_up(max(num_rows, 1), self._dims.tp))
+        longest = max((length for length in request.lengths), default=1)
+        limit = max(request.limits, default=0)
+        capacity = _round_up(longest + min(limit, _FIRST_CAPACITY), 16 * self._dims.tp)
+        if self._cache is None or self._cache.num_slots != slots:
+            self._cache = SlotKVCache(slots, capacity)
+        self._cache.reserve(capacity)
+        decoder = self._decoder if any(request.stop_strings) else None
+        return DecodeLoop(self._stages, self._cache, request, self._stop_table, decoder).run()
+
+    def _output(
+        self, request: GenerationRequest, responses: Responses
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        prompt_lengths = torch.tensor(request.lengths, dtype=torch.int64)
+        generated, tokens, logprobs = (
+            responses.lengths.cpu(),
+            responses.tokens.cpu(),
+            responses.logprobs.cpu(),
+        )
+        if not bool(torch.isfinite(logprobs).all()):
+            rows = (~torch.isfinite(logprobs)).any(dim=1).nonzero()[:, 0].tolist()
+            raise RuntimeError(
+                f"the model gives non-finite log-probabilities in rows {rows[:8]}: its weights have diverged"
+            )
+        totals = prompt_lengths + generated
+        width = int(totals.max()) if len(totals) else 0
+        output_ids = torch.full((len(totals), width), self._pad_token_id, dtype=torch.int64)
+        output_logprobs = torch.zeros(len(totals), width)
+        columns = torch.arange(width)
+        prompt = columns < prompt_lengths[:, None]
+        response = (columns < totals[:, None]) & ~prompt
+        inside = torch.arange(tokens.shape[1]) < generated[:, None]
+        prompts = request.input_ids.cpu()
+        output_ids[prompt] = prompts[torch.arange(prompts.shape[1]) < prompt_lengths[:, None]]
+        output_ids[response] = tokens[inside]
+        output_logprobs[response] = logprobs[inside]
+        return BatchedDataDict[GenerationOutputSpec](
+            {
+                "output_ids": output_ids,
+                "generation_lengths": generated,
+                "unpadded_sequence_lengths": totals,
+                "logprobs": output_logprobs,
+                "truncated": responses.truncated.cpu(),
+            }
+        )
+
+
+@contextmanager
+def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Evaluation mode (no dropout, no recompute) inside; afterwards the mode that was."""
+    training = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in zip(chunks, training, strict=True):
+            chunk.train(mode)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
