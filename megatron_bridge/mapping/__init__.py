@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pure tensor mathematics between HuggingFace and megatron-core layouts; no process group anywhere."""
