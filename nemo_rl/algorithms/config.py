@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from nemo_rl.algorithms.batch_plan import LAYOUT_KEYS, batch_violations
 from nemo_rl.algorithms.loss.config import ClippedPGLossConfig
 from nemo_rl.data.config import DataConfig
 from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import MathEnvConfig
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.utils.checkpoint_config import CheckpointingConfig
-from nemo_rl.utils.config_model import ConfigModel, Derived, NotYet
+from nemo_rl.utils.config_model import ConfigModel, Derived, NotYet, Violation
 from nemo_rl.utils.logger_config import LoggerConfig
 
 
@@ -33,6 +35,26 @@ class RewardShapingConfig(ConfigModel):
         description="Factor on the reward of truncated responses; excludes the overlong penalty.",
     )
 
+    def violations(self) -> Iterator[Violation]:
+        """Keys of one penalty that are missing or belong to the other."""
+        overlong = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+        missing = [key for key in overlong if self[key] is None]
+        if self.stop_properly_penalty_coef is None:
+            for key in missing:
+                yield Violation(
+                    key, "is needed with reward_shaping.enabled=true (or set stop_properly_penalty_coef)"
+                )
+        elif len(missing) < len(overlong):
+            yield Violation(
+                "stop_properly_penalty_coef",
+                f"excludes the overlong penalty; set {' and '.join(overlong)} to null",
+            )
+        buffer, longest = self.overlong_buffer_length, self.max_response_length
+        if buffer is not None and longest is not None and not 0 < buffer <= longest:
+            yield Violation(
+                "overlong_buffer_length", f"{buffer} must lie between 1 and max_response_length={longest}"
+            )
+
 
 class RewardScalingConfig(ConfigModel):
     """`grpo.reward_scaling`: clamp to the source range, then map linearly to the target range."""
@@ -43,11 +65,14 @@ class RewardScalingConfig(ConfigModel):
     target_min: float = Field(0.0, description="Lowest scaled reward.")
     target_max: float = Field(1.0, description="Highest scaled reward.")
 
+    def violations(self) -> Iterator[Violation]:
+        """An empty source range."""
+        if self.source_max <= self.source_min:
+            yield Violation("source_max", f"must be above source_min={self.source_min}", ("source_min",))
+
 
 class AdvEstimatorConfig(ConfigModel):
     """`grpo.adv_estimator`: how rewards become advantages."""
-
-    derived: ClassVar[tuple[Derived, ...]] = ()
 
     name: Annotated[
         Literal["grpo", "gdpo", "reinforce_plus_plus", "opd"],
@@ -150,6 +175,32 @@ class GRPOConfig(ConfigModel):
         False, description="Log payload sizes."
     )
 
+    def violations(self) -> Iterator[Violation]:
+        """Sizes and options of the algorithm that do not fit together."""
+        if self.adv_estimator.name == "grpo" and self.num_generations_per_prompt == 1:
+            yield Violation(
+                "num_generations_per_prompt",
+                "a group of 1 has no baseline, so that every advantage is 0; set it to 2 or more",
+                ("adv_estimator.name",),
+            )
+        if self.adv_estimator.reward_weights is not None and self.adv_estimator.name != "gdpo":
+            yield Violation(
+                "adv_estimator.reward_weights",
+                "belongs to adv_estimator.name=gdpo; set it to null",
+                ("adv_estimator.name",),
+            )
+        if self.batch_multiplier != 1.0 and not self.use_dynamic_sampling:
+            yield Violation(
+                "batch_multiplier",
+                "needs use_dynamic_sampling=true; set it to 1.0",
+                ("use_dynamic_sampling",),
+            )
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and low >= high:
+            yield Violation(
+                "advantage_clip_high", f"must be above advantage_clip_low={low}", ("advantage_clip_low",)
+            )
+
 
 class RewardPenaltyTokenIdsConfig(ConfigModel):
     """`reward_penalties.token_ids`."""
@@ -210,6 +261,28 @@ class _MasterConfig(ConfigModel):
         default_factory=CheckpointingConfig, description="When to save, what to keep."
     )
 
+    def rows_per_step(self) -> tuple[int, int]:
+        """Give the two factors of the rows of one step: prompts and generations per prompt."""
+        return self.policy.train_global_batch_size, 1
+
+    def violations(self) -> Iterator[Violation]:
+        """What does not fit together across sections."""
+        yield from batch_violations(self)
+        longest = self.policy.max_total_sequence_length
+        if self.data.max_input_seq_length > longest:
+            yield Violation(
+                "data.max_input_seq_length",
+                f"{self.data.max_input_seq_length} exceeds policy.max_total_sequence_length={longest}; leave it out",
+                ("policy.max_total_sequence_length",),
+            )
+        precise = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer"
+        if self.cluster.device == "cpu" and self.policy.megatron_cfg.optimizer.use_precision_aware_optimizer:
+            yield Violation(
+                precise,
+                "needs Transformer Engine, which needs CUDA; set it to false on CPU",
+                ("cluster.device",),
+            )
+
 
 class GRPOMasterConfig(_MasterConfig):
     """The whole tree of `nemo-rl grpo`."""
@@ -223,8 +296,103 @@ class GRPOMasterConfig(_MasterConfig):
         default_factory=RewardPenaltiesConfig, description="Penalties of NeMo-Gym runs."
     )
 
+    def rows_per_step(self) -> tuple[int, int]:
+        """Give prompts and generations per prompt of one step."""
+        return self.grpo.num_prompts_per_step, self.grpo.num_generations_per_prompt
+
+    def violations(self) -> Iterator[Violation]:
+        """What does not fit together across sections."""
+        yield from super().violations()
+        yield from self._sampling_violations()
+        yield from self._loss_violations()
+        yield from self._data_violations()
+
+    def _sampling_violations(self) -> Iterator[Violation]:
+        generation = self.policy.generation
+        if generation is None:
+            yield Violation("policy.generation", "is needed for GRPO; set policy.generation.max_new_tokens")
+            return
+        reason = (
+            "the sampler renormalises over the tokens it keeps and the trainer does not yet, so that every ratio would "
+            "be off by the mass that is cut; set it to"
+        )
+        if generation.top_p < 1.0:
+            yield Violation("policy.generation.top_p", f"{generation.top_p}: {reason} 1.0")
+        if generation.top_k not in (None, -1, 0):
+            yield Violation("policy.generation.top_k", f"{generation.top_k}: {reason} null")
+        if generation.temperature == 0:
+            yield Violation(
+                "policy.generation.temperature", "0 explores nothing and has no log-probs; set it to 1.0"
+            )
+
+    def _loss_violations(self) -> Iterator[Violation]:
+        loss, grpo = self.loss_fn, self.grpo
+        if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
+            yield Violation(
+                "grpo.skip_reference_policy_logprobs_calculation",
+                "the KL penalty needs reference log-probs; set it to false, or loss_fn.reference_policy_kl_penalty=0",
+                ("loss_fn.reference_policy_kl_penalty",),
+            )
+        if loss.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
+            yield Violation(
+                "loss_fn.use_kl_in_reward",
+                "only grpo.adv_estimator.name=reinforce_plus_plus subtracts the KL; set it to false",
+                ("grpo.adv_estimator.name",),
+            )
+        rows = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
+        if loss.force_on_policy_ratio and self.policy.train_global_batch_size != rows:
+            yield Violation(
+                "loss_fn.force_on_policy_ratio",
+                f"needs one update per step; set policy.train_global_batch_size={rows}",
+                (
+                    "policy.train_global_batch_size",
+                    "grpo.num_prompts_per_step",
+                    "grpo.num_generations_per_prompt",
+                ),
+            )
+
+    def _data_violations(self) -> Iterator[Violation]:
+        yield from self.data.environment_violations(list(self.env))
+        grpo = self.grpo
+        if (grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end) and not self.data.has_validation():
+            yield Violation(
+                "data.validation",
+                "is needed for validation; set it, or grpo.val_period=0, val_at_start=false and val_at_end=false",
+                ("data.train", "grpo.val_period", "grpo.val_at_start", "grpo.val_at_end"),
+            )
+
 
 class SFTMasterConfig(_MasterConfig):
     """The whole tree of `nemo-rl sft`."""
 
     sft: SFTConfig = Field(default_factory=SFTConfig, description="The algorithm.")
+
+    def violations(self) -> Iterator[Violation]:
+        """What does not fit together across sections."""
+        yield from super().violations()
+        sft = self.sft
+        if not (sft.val_period > 0 or sft.val_at_start or sft.val_at_end):
+            return
+        if not self.data.has_validation():
+            yield Violation(
+                "data.validation",
+                "is needed for validation; set it, or sft.val_period=0, val_at_start=false and val_at_end=false",
+                ("data.train", "sft.val_period", "sft.val_at_start", "sft.val_at_end"),
+            )
+        megatron, cluster = self.policy.megatron_cfg, self.cluster
+        model_parallel = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
+        replicas = max(1, cluster.gpus_per_node * cluster.num_nodes // model_parallel)
+        rows, unit = sft.val_global_batch_size, replicas * sft.val_micro_batch_size
+        if rows % unit:
+            yield Violation(
+                "sft.val_global_batch_size",
+                f"{rows} is not DP {replicas} x sft.val_micro_batch_size={sft.val_micro_batch_size} x a whole number; "
+                f"{-(-rows // unit) * unit} works",
+                ("sft.val_micro_batch_size", *LAYOUT_KEYS),
+            )
+
+
+MASTER_CONFIGS: dict[str, type[GRPOMasterConfig] | type[SFTMasterConfig]] = {
+    "grpo": GRPOMasterConfig,
+    "sft": SFTMasterConfig,
+}

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from nemo_rl.utils.config_model import ConfigModel, NotYet
+from nemo_rl.utils.config_model import ConfigModel, NotYet, Violation
 
 
 class ResponseDatasetConfig(ConfigModel):
@@ -63,3 +64,51 @@ class DataConfig(ConfigModel):
     custom_dataloader: Annotated[str | None, NotYet((None,), "null")] = Field(
         None, description="Dotted path to a loader."
     )
+
+    def train_sets(self) -> list[ResponseDatasetConfig]:
+        """Give the training data sets as a list."""
+        return self.train if isinstance(self.train, list) else [self.train]
+
+    def validation_sets(self) -> list[ResponseDatasetConfig]:
+        """Give the validation data sets as a list."""
+        if self.validation is None:
+            return []
+        return self.validation if isinstance(self.validation, list) else [self.validation]
+
+    def has_validation(self) -> bool:
+        """Whether there is validation data: a set of its own, or a part split off a training set."""
+        default = self.default.split_validation_size if self.default else 0
+        return bool(self.validation_sets()) or any(
+            (c.split_validation_size or default) > 0 for c in self.train_sets()
+        )
+
+    def violations(self) -> Iterator[Violation]:
+        """Data sets that name no data."""
+        default = self.default
+        for key, item in self._named_sets():
+            names = [item.dataset_name, item.data_path]
+            names += [default.dataset_name, default.data_path] if default else []
+            if not any(names):
+                yield Violation(key, "names no data; set dataset_name or data_path", ("default",))
+
+    def environment_violations(self, environments: Sequence[str]) -> Iterator[Violation]:
+        """Give the data sets whose environment does not exist; keys are relative to the whole tree."""
+        default = self.default.env_name if self.default else None
+        for key, item in self._named_sets():
+            name = item.env_name or default
+            known = ", ".join(environments) or "none"
+            if name is not None and name not in environments:
+                yield Violation(
+                    f"data.{key}.env_name",
+                    f"there is no env.{name} (environments: {known})",
+                    ("env", "data.default"),
+                )
+
+    def _named_sets(self) -> Iterator[tuple[str, ResponseDatasetConfig]]:
+        for name, value, items in (
+            ("train", self.train, self.train_sets()),
+            ("validation", self.validation, self.validation_sets()),
+        ):
+            yield from (
+                (f"{name}.{i}" if isinstance(value, list) else name, item) for i, item in enumerate(items)
+            )

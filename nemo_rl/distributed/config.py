@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl.utils.config_model import ConfigModel, NotYet
+from nemo_rl.utils.config_model import ConfigModel, NotYet, Violation
 
 
 class ClusterConfig(ConfigModel):
@@ -23,3 +24,12 @@ class ClusterConfig(ConfigModel):
     segment_size: Annotated[int | None, NotYet((None,), "null")] = Field(
         None, ge=1, description="Nodes of an NVLink domain that stay together."
     )
+
+    def violations(self) -> Iterator[Violation]:
+        """A port range with one end, or an empty one."""
+        low, high = self.master_port_range_low, self.master_port_range_high
+        if (low is None) != (high is None):
+            missing = "master_port_range_low" if low is None else "master_port_range_high"
+            yield Violation(missing, "the port range needs both ends; set it, or both to null")
+        if low is not None and high is not None and low >= high:
+            yield Violation("master_port_range_high", f"must be above master_port_range_low={low}")

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from nemo_rl.utils.config_model import ConfigModel, Hint, NotYet
+from nemo_rl.utils.config_model import ConfigModel, Hint, NotYet, Violation
 
 
 class CheckpointingConfig(ConfigModel):
@@ -57,3 +59,14 @@ class CheckpointingConfig(ConfigModel):
         False, description="The weights are adapters."
     )
     peft_config: Annotated[Any, NotYet((None,), "null")] = Field(None, description="Config of the adapters.")
+
+    def violations(self) -> Iterator[Violation]:
+        """A metric or a time in the wrong form."""
+        if self.metric_name is not None and not re.fullmatch(r"(val|train):.+", self.metric_name):
+            yield Violation(
+                "metric_name",
+                f"{self.metric_name!r} must be val:<name> or train:<name>, such as val:accuracy",
+            )
+        limit = self.checkpoint_must_save_by
+        if limit is not None and not re.fullmatch(r"\d+:\d{2}:\d{2}:\d{2}", limit):
+            yield Violation("checkpoint_must_save_by", f"{limit!r} must be DD:HH:MM:SS, such as 00:03:45:00")

@@ -65,6 +65,24 @@ class Derived:
         return self.template.format(source) if self.template else source
 
 
+@dataclass(frozen=True)
+class Violation:
+    """One thing that is wrong with a configuration.
+
+    Attributes:
+        key: Dotted key, relative to the section that reports it.
+        message: What is wrong, and a value that works.
+        reads: Further keys the check depends on, relative too; it is left out where one of them is broken itself.
+    """
+
+    key: str
+    message: str
+    reads: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
 class ConfigModel(BaseModel):
     """A frozen, strict, mapping-like config section."""
 
@@ -93,6 +111,24 @@ class ConfigModel(BaseModel):
             pydantic.ValidationError: a key is unknown or a value has the wrong type.
         """
         return value if isinstance(value, cls) else cls.model_validate(plain(value))
+
+    def violations(self) -> Iterator[Violation]:
+        """Give what does not fit together inside this section; the loader calls it for every enabled section."""
+        return iter(())
+
+    def checked(self, prefix: str) -> Self:
+        """Give this section, or fail if it contradicts itself.
+
+        Args:
+            prefix: Dotted key of this section, for the message.
+
+        Raises:
+            ValueError: with every violation inside this section alone.
+        """
+        problems = [f"{prefix}.{violation}" for violation in self.violations()]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
     @classmethod
     def documented_fields(cls) -> dict[str, tuple[str, FieldInfo]]:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl.utils.config_model import ConfigModel, NotYet
+from nemo_rl.utils.config_model import ConfigModel, NotYet, Violation
 
 
 class ClippedPGLossConfig(ConfigModel):
@@ -50,3 +51,38 @@ class ClippedPGLossConfig(ConfigModel):
     positive_example_nll_weight: Annotated[float, NotYet((0.0, 0), "0.0")] = Field(
         0.0, ge=0, description="Weight of a likelihood term on rewarded rows (VAPO)."
     )
+
+    def violations(self) -> Iterator[Violation]:
+        """Options of the ratio that contradict each other."""
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            yield Violation(
+                "sequence_level_importance_ratios",
+                "one ratio per row needs token_level_loss=false",
+                ("token_level_loss",),
+            )
+        ratio_options = ("force_on_policy_ratio", "sequence_level_importance_ratios")
+        if self.disable_ppo_ratio:
+            for key in ratio_options:
+                if self[key]:
+                    yield Violation(key, f"there is no ratio with disable_ppo_ratio=true; set {key}=false")
+        if self.use_cispo:
+            if not self.token_level_loss:
+                yield Violation("use_cispo", "needs token_level_loss=true", ("token_level_loss",))
+            if self.ratio_clip_c is not None:
+                yield Violation("use_cispo", "needs ratio_clip_c=null", ("ratio_clip_c",))
+            for key in ("disable_ppo_ratio", *ratio_options):
+                if self[key]:
+                    yield Violation("use_cispo", f"needs {key}=false", (key,))
+        bounds = ("truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min")
+        for key in bounds:
+            if self[key] is not None and not self.use_importance_sampling_correction:
+                yield Violation(key, "bounds a weight that needs use_importance_sampling_correction=true")
+        high, low = self.truncated_importance_sampling_ratio, self.truncated_importance_sampling_ratio_min
+        if low is not None and (high is None or low > high):
+            yield Violation(bounds[1], f"must lie below {bounds[0]}, which is {high}", (bounds[0],))
+        kind = self.truncated_importance_sampling_type
+        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
+            yield Violation(
+                "truncated_importance_sampling_type",
+                "seq-mask-tis needs token-level ratios; use tis or icepop, or sequence_level_importance_ratios=false",
+            )

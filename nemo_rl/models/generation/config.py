@@ -45,7 +45,7 @@ class MCoreGenerationConfig(ConfigModel):
         None,
         ge=1,
         description="Rows decoded at the same time per data-parallel rank, a multiple of TP; "
-        "null follows policy.generation_batch_size.",
+        "null lets the engine choose.",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="KV rows per slot; null follows policy.max_total_sequence_length."
@@ -64,7 +64,7 @@ class MCoreGenerationConfig(ConfigModel):
     enable_prefix_caching: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="Reuse KV rows of equal prefixes."
     )
-    max_tokens: Annotated[int, _ENGINE] = Field(16384, description="Tokens per engine step.")
+    max_tokens: int = Field(16384, ge=1, description="Most prompt tokens of one prefill pass.")
     kv_cache_management_mode: Annotated[str, _ENGINE] = Field(
         "persist", description="KV memory between steps."
     )

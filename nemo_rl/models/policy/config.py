@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -19,7 +20,7 @@ from nemo_rl.models.policy.megatron_config import (
     MegatronPeftConfig,
     MegatronSchedulerConfig,
 )
-from nemo_rl.utils.config_model import ConfigModel, Derived, Hint, NotYet
+from nemo_rl.utils.config_model import ConfigModel, Derived, Hint, NotYet, Violation
 
 __all__ = [
     "DTensorConfig",
@@ -183,6 +184,7 @@ class PolicyConfig(ConfigModel):
     derived: ClassVar[tuple[Derived, ...]] = (
         Derived("tokenizer.name", "model_name"),
         Derived("logprob_batch_size", "train_micro_batch_size"),
+        Derived("make_sequence_length_divisible_by", "megatron_cfg.tensor_model_parallel_size"),
         Derived("megatron_cfg.pipeline_dtype", "precision"),
         Derived("megatron_cfg.optimizer.bf16", "precision", equals="bfloat16"),
         Derived("megatron_cfg.optimizer.clip_grad", "max_grad_norm"),
@@ -205,12 +207,12 @@ class PolicyConfig(ConfigModel):
         None, ge=1, description="Tokens whose logits exist at the same time; null lets the backend choose."
     )
     generation: GenerationConfig | None = Field(None, description="Sampling and its engine; needed for RL.")
-    generation_batch_size: int = Field(
-        32, ge=1, description="Rows decoded at the same time per data-parallel rank."
-    )
-    precision: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="dtype of the weights."
-    )
+    generation_batch_size: Annotated[
+        int, Hint("the engine decodes mcore_generation_config.num_slots rows at a time and refills them")
+    ] = Field(32, ge=1, description="Rows per batch of engines without slots.")
+    precision: Annotated[
+        Literal["bfloat16", "float16", "float32"], NotYet(("bfloat16", "float32"), "bfloat16 or float32")
+    ] = Field("bfloat16", description="dtype of the weights.")
     reward_model_cfg: RewardModelConfig = Field(
         default_factory=RewardModelConfig, description="Reward model head."
     )
@@ -236,7 +238,7 @@ class PolicyConfig(ConfigModel):
     make_sequence_length_divisible_by: int = Field(
         1,
         ge=1,
-        description="Padded lengths are a multiple of this; TP too, with sequence parallelism.",
+        description="Padded lengths are a multiple of this; follows the tensor-parallel size.",
     )
     max_total_sequence_length: int = Field(
         512, ge=1, description="Most tokens of prompt and response together."
@@ -274,3 +276,65 @@ class PolicyConfig(ConfigModel):
     disable_modelopt_layer_spec: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="Layer spec switch of quantisation."
     )
+
+    def violations(self) -> Iterator[Violation]:
+        """Backends, precision and batch sizes that do not fit together."""
+        megatron = self.megatron_cfg
+        if not megatron.enabled and not self.dtensor_cfg.enabled:
+            yield Violation(
+                "megatron_cfg.enabled",
+                "no backend is on; set it to true",
+                ("dtensor_cfg.enabled", "megatron_cfg"),
+            )
+        if megatron.enabled and self.dtensor_cfg.enabled:
+            yield Violation(
+                "dtensor_cfg.enabled", "two backends are on; set it to false", ("megatron_cfg.enabled",)
+            )
+        if not megatron.enabled:
+            return
+        for key in ("optimizer", "scheduler"):
+            if self[key] is not None:
+                yield Violation(
+                    key, f"belongs to the DTensor backend; set it to null and use policy.megatron_cfg.{key}"
+                )
+        if megatron.optimizer.bf16 != (self.precision == "bfloat16"):
+            yield Violation(
+                "megatron_cfg.optimizer.bf16",
+                f"does not fit policy.precision={self.precision}; leave it out, or set it to "
+                f"{str(self.precision == 'bfloat16').lower()}",
+                ("precision",),
+            )
+        if megatron.pipeline_dtype != self.precision:
+            yield Violation(
+                "megatron_cfg.pipeline_dtype",
+                f"does not fit policy.precision={self.precision}; leave it out",
+                ("precision",),
+            )
+        tp = megatron.tensor_model_parallel_size
+        if megatron.sequence_parallel and self.make_sequence_length_divisible_by % tp:
+            yield Violation(
+                "make_sequence_length_divisible_by",
+                f"must be a multiple of the tensor-parallel size with sequence_parallel=true; set it to {tp}",
+                ("megatron_cfg.tensor_model_parallel_size", "megatron_cfg.sequence_parallel"),
+            )
+        yield from self._generation_violations()
+
+    def _generation_violations(self) -> Iterator[Violation]:
+        if self.generation is None:
+            return
+        engine, tp = self.generation.mcore_generation_config, self.megatron_cfg.tensor_model_parallel_size
+        if engine.num_slots is not None and engine.num_slots % tp:
+            yield Violation(
+                "generation.mcore_generation_config.num_slots",
+                f"{engine.num_slots} is not a multiple of the tensor-parallel size {tp}; "
+                f"{-(-engine.num_slots // tp) * tp} works",
+                ("megatron_cfg.tensor_model_parallel_size",),
+            )
+        longest = engine.max_model_len
+        if longest is not None and longest < self.max_total_sequence_length:
+            yield Violation(
+                "generation.mcore_generation_config.max_model_len",
+                f"{longest} is less than policy.max_total_sequence_length={self.max_total_sequence_length}; "
+                "leave it out",
+                ("max_total_sequence_length",),
+            )

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.utils.config_model import ConfigModel, Hint, NotYet
+from nemo_rl.utils.config_model import ConfigModel, Hint, NotYet, Violation
 
 _FUSED = Hint("a fused CUDA kernel; results do not depend on it")
 _MOE = "mixture-of-experts models are not supported yet; leave the key out"
@@ -343,6 +344,79 @@ class MegatronConfig(ConfigModel):
         default_factory=MegatronCheckpointConfig, description="How distributed checkpoints are written."
     )
     fp8_cfg: Fp8Config = Field(default_factory=Fp8Config, description="8-bit training.")
+
+    def violations(self) -> Iterator[Violation]:
+        """Options of layout, memory, optimizer and schedule that do not fit together."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if self.sequence_parallel and tp == 1:
+            yield Violation(
+                "sequence_parallel",
+                "needs TP ranks, and tensor_model_parallel_size is 1; set it to false, or TP to 2 or more",
+                ("tensor_model_parallel_size",),
+            )
+        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if self[key] is not None and pp == 1:
+                yield Violation(
+                    key,
+                    "there is one pipeline stage; set it to null, or pipeline_model_parallel_size to 2 or more",
+                    ("pipeline_model_parallel_size",),
+                )
+        if self.recompute_modules is not None and self.recompute_granularity == "full":
+            yield Violation(
+                "recompute_modules",
+                "chooses modules for recompute_granularity=selective; set it to null, or the granularity to selective",
+                ("recompute_granularity",),
+            )
+        if self.offload_modules is not None and not self.fine_grained_activation_offloading:
+            yield Violation("offload_modules", "has no effect without activation offloading; set it to null")
+        ddp = "distributed_data_parallel_config.overlap_param_gather"
+        if (
+            self.distributed_data_parallel_config.overlap_param_gather
+            and not self.optimizer.use_distributed_optimizer
+        ):
+            yield Violation(
+                ddp,
+                "only the distributed optimizer gathers parameters; set it to false, "
+                "or optimizer.use_distributed_optimizer=true",
+                ("optimizer.use_distributed_optimizer",),
+            )
+        yield from self._schedule_violations()
+
+    def _schedule_violations(self) -> Iterator[Violation]:
+        lr, schedule = self.optimizer.lr, self.scheduler
+        if schedule.lr_decay_style != "constant" and self.optimizer.min_lr > lr:
+            yield Violation(
+                "optimizer.min_lr",
+                f"{self.optimizer.min_lr} is above optimizer.lr={lr}; set it to {lr / 10:g}",
+                ("optimizer.lr", "scheduler.lr_decay_style"),
+            )
+        if schedule.lr_warmup_iters > 0 and schedule.lr_warmup_init > lr:
+            yield Violation(
+                "scheduler.lr_warmup_init",
+                f"{schedule.lr_warmup_init} is above optimizer.lr={lr}; set it to 0",
+                ("optimizer.lr", "scheduler.lr_warmup_iters"),
+            )
+        if schedule.lr_decay_iters is not None and schedule.lr_warmup_iters >= schedule.lr_decay_iters:
+            yield Violation(
+                "scheduler.lr_warmup_iters",
+                f"{schedule.lr_warmup_iters} steps of warm-up leave none of lr_decay_iters={schedule.lr_decay_iters}; "
+                f"set it to {schedule.lr_decay_iters // 10}",
+                ("scheduler.lr_decay_iters",),
+            )
+        start, end = schedule.start_weight_decay, schedule.end_weight_decay
+        if schedule.weight_decay_incr_style == "constant" and start != end:
+            yield Violation(
+                "scheduler.end_weight_decay",
+                f"a constant weight decay of {start} cannot end at {end}; set both to one value, "
+                "or weight_decay_incr_style=linear",
+                ("scheduler.start_weight_decay", "scheduler.weight_decay_incr_style"),
+            )
+        if start > end:
+            yield Violation(
+                "scheduler.end_weight_decay",
+                f"weight decay may only grow; set it to {start} or more",
+                ("scheduler.start_weight_decay",),
+            )
 
 
 class MegatronConfigDisabled(MegatronConfig):
