@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from nemo_rl.models.generation.config import GenerationConfig
 
-from nemo_rl.models.generation.interfaces import GenerationConfig
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-TokenizerType = PreTrainedTokenizerBase
+    TokenizerType = PreTrainedTokenizerBase
 
 _logger = logging.getLogger(__name__)
 
@@ -55,3 +56,12 @@ def configure_generation_config(
     if stop_token_ids is None:
         stop_token_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return config.with_runtime(pad_token_id=pad_token_id, stop_token_ids=stop_token_ids)
+
+
+def __getattr__(name: str) -> Any:
+    """Give `TokenizerType` without importing transformers for those who only need a config class."""
+    if name != "TokenizerType":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from transformers import PreTrainedTokenizerBase
+
+    return PreTrainedTokenizerBase
