@@ -44,7 +44,8 @@ def model_fields(
         config: HuggingFace config.
         fields: megatron-core field -> HuggingFace attribute.
         fixed: megatron-core fields that the family always has.
-        only: HuggingFace attribute -> the one value that can be expressed; an absent attribute means that value.
+        only: HuggingFace attribute -> the one value that can be expressed; an absent attribute means that
+            value.
 
     Raises:
         UnsupportedModelError: names the config.json key that cannot be expressed, or that is missing.
@@ -53,7 +54,8 @@ def model_fields(
         value = getattr(config, name, expected)
         if value != expected:
             raise UnsupportedModelError(
-                f"{name}={value!r} in the model's config.json is not supported for {config.model_type}; only {expected!r} is"
+                f"{name}={value!r} in the model's config.json is not supported for {config.model_type}; "
+                f"only {expected!r} is"
             )
     result = {**DENSE_DEFAULTS, **fixed, "kv_channels": head_dim(config)}
     for target, source in fields.items():

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -115,7 +115,7 @@ class HFCheckpoint:
         return self._files[name]
 
     def slice_of(self, name: str) -> Any:
-        """safetensors' lazy slice of a tensor."""
+        """The lazy slice of a tensor, as safetensors gives it."""
         file = self.file_of(name)
         try:
             return self._handle(file).get_slice(name)
@@ -243,7 +243,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 @contextmanager
-def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_directory(path: str | os.PathLike[str]) -> Generator[Path]:
     """A directory that appears under ``path`` complete, or not at all.
 
     Yields a temporary sibling to write into; it is renamed when the block ends well and removed when it does not.

@@ -14,7 +14,11 @@ import warnings
 _WARNINGS = (
     r"Transformer Engine and Apex are not installed",
     r"Apex is not installed\. Falling back to Torch Norm",
+    r"full scope is deprecated\. Use empty cuda_graph_modules",
     r".*torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base)",
+)
+_CPU_WARNINGS = (
+    r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
 )
 _LOG_LINES = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
@@ -34,9 +38,13 @@ class _DropPrefix(logging.Filter):
         return not str(record.msg).startswith(self.prefix)
 
 
-def quiet_known_messages() -> None:
-    """Installs the filters. Idempotent; call it before ``megatron.core`` is imported."""
-    for text in _WARNINGS:
+def quiet_known_messages(cpu: bool = False) -> None:
+    """Installs the filters. Idempotent; call it before ``megatron.core`` is imported.
+
+    Args:
+        cpu: drop advice about CUDA settings too.
+    """
+    for text in _WARNINGS + (_CPU_WARNINGS if cpu else ()):
         warnings.filterwarnings("ignore", message=text)
     for name, prefix in _LOG_LINES.items():
         target = logging.getLogger(name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -49,7 +50,7 @@ class ParamTask:
 def unwrap(chunk: nn.Module) -> GPTModel:
     """The model inside DDP and mixed-precision wrappers."""
     while isinstance(chunk, DistributedDataParallel | Float16Module):
-        chunk = chunk.module
+        chunk = cast(nn.Module, chunk.module)
     assert isinstance(chunk, GPTModel), f"expected a GPTModel, got {type(chunk).__name__}"
     return chunk
 
@@ -63,9 +64,12 @@ def named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Para
     """This rank's parameters under their global names: the layer number is read off the layer, never recomputed."""
     for chunk in chunks:
         model = unwrap(chunk)
-        numbers = {str(i): str(layer.layer_number - 1) for i, layer in enumerate(model.decoder.layers)}
+        numbers = [cast(int, layer.layer_number) - 1 for layer in model.decoder.layers]
         for name, parameter in model.named_parameters():
-            yield _LAYER.sub(lambda found: f"decoder.layers.{numbers[found[1]]}.", name, count=1), parameter
+            layer = _LAYER.match(name)
+            if layer:
+                name = f"decoder.layers.{numbers[int(layer[1])]}.{name[layer.end() :]}"
+            yield name, parameter
 
 
 def build_plan(chunks: Sequence[nn.Module], family: Family, *, tied: bool) -> list[ParamTask]:

@@ -17,7 +17,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,27 @@ from megatron_bridge.notices import quiet_known_messages
 _PREFIX = "megatron.core"
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like "
-    "randint randn randn_like randperm tensor zeros zeros_like"
-).split()
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
 
 _applied = False
 
@@ -49,6 +67,7 @@ def prepare_platform(device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
     global _applied
     if not _applied:
         _applied = True
+        quiet_known_messages(cpu=True)
         _patch_tensor_methods()
         sys.meta_path.insert(0, _LateImports())
     import megatron.core.tensor_parallel.random
@@ -161,11 +180,11 @@ def _set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
+    torch.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
-def _null_context(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _null_context(*args: Any, **kwargs: Any) -> Generator[None]:
     del args, kwargs
     yield
 

@@ -22,7 +22,8 @@ from megatron_bridge.registry import Family
 from megatron_bridge.rope import rotary_table
 
 _KEY = "policy.megatron_cfg."
-# What the local layers cannot do, or what needs CUDA kernels that are not there; overrides may switch some on again.
+# What the local layers cannot do, or what needs CUDA kernels that are not there; overrides may switch some on
+# again.
 _LOCAL_LAYERS: dict[str, Any] = {
     "transformer_impl": "local",
     "gradient_accumulation_fusion": False,
@@ -33,7 +34,8 @@ _LOCAL_LAYERS: dict[str, Any] = {
     "persist_layer_norm": False,
     "cross_entropy_loss_fusion": False,
     "tp_comm_overlap": False,
-    # Batched p2p between two stages pairs messages by posting order: silently wrong with virtual stages on gloo.
+    # Batched p2p between two stages pairs messages by posting order: silently wrong with virtual stages on
+    # gloo.
     "batch_p2p_comm": False,
     "deallocate_pipeline_outputs": False,
 }
@@ -50,7 +52,8 @@ class BridgeTransformerConfig(TransformerConfig):
 class ModelProvider:
     """Builds the model chunks of this rank.
 
-    Set the layout, then call :meth:`finalize` (the builders do): it refuses, with a reason and sizes that work.
+    Set the layout, then call :meth:`finalize` (the builders do): it refuses, with a reason and sizes that
+    work.
 
     Attributes:
         hf_config: HuggingFace config of the model.
@@ -195,7 +198,7 @@ class ModelProvider:
         )
         return model
 
-    # -- checks --------------------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------
 
     def _tensor_parallel_fault(self, size: int) -> str | None:
         """Why the model cannot be split over ``size`` ranks, or None."""
@@ -219,12 +222,13 @@ class ModelProvider:
                 if not self._tensor_parallel_fault(n)
             ]
             raise ValueError(
-                f"{self.family.architecture} cannot be split over {_KEY}tensor_model_parallel_size={size} ranks: {fault}. "
-                f"Sizes that work: {', '.join(map(str, working))}"
+                f"{self.family.architecture} cannot be split over {_KEY}tensor_model_parallel_size={size} ranks: "
+                f"{fault}. Sizes that work: {', '.join(map(str, working))}"
             )
         if self.sequence_parallel and size == 1:
             raise ValueError(
-                f"{_KEY}sequence_parallel=true needs {_KEY}tensor_model_parallel_size > 1; set sequence_parallel to false"
+                f"{_KEY}sequence_parallel=true needs {_KEY}tensor_model_parallel_size > 1; "
+                f"set sequence_parallel to false"
             )
 
     def _check_pipeline_parallel(self) -> None:

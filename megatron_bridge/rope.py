@@ -35,5 +35,6 @@ def rotary_table(config: PreTrainedConfig) -> RotaryTable:
     if kind in _STATIC_TYPES:
         return RotaryTable(*ROPE_INIT_FUNCTIONS[kind](config))
     raise UnsupportedModelError(
-        f"rope_type {kind!r} in the model's config.json is not supported yet; supported: default, {', '.join(_STATIC_TYPES)}"
+        f"rope_type {kind!r} in the model's config.json is not supported yet; supported: default, "
+        + ", ".join(_STATIC_TYPES)
     )

@@ -143,7 +143,9 @@ def attend(
     """Causal attention over rotated query and key.
 
     Args:
-        query: [s, b, heads, d]; key and value: [s, b, groups, d] with heads a multiple of groups.
+        query: [s, b, heads, d].
+        key: [s, b, groups, d] with heads a multiple of groups.
+        value: [s, b, groups, d].
         meta: tells packed rows from right-padded ones.
         softmax_scale: factor on the scores.
         dropout_p: dropout on the attention probabilities.

@@ -33,7 +33,7 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CoreAttention,
+            core_attention=CoreAttention,  # type: ignore[arg-type]
             linear_proj=RowParallelLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
@@ -45,10 +45,10 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             pre_mlp_layernorm=RMSNorm,
             mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             sharded_state_dict_keys_map=dict(_TE_KEYS),
         ),
     )

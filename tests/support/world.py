@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -107,7 +108,8 @@ def run_world(
     workers = _ensure_workers(world_size)
     with tempfile.TemporaryDirectory(prefix="nrl-world-") as rendezvous:
         for rank, worker in enumerate(workers):
-            worker.connection.send((function, kwargs, rank, world_size, f"{rendezvous}/store", deadline))
+            task = (function, kwargs, rank, world_size, f"{rendezvous}/store", deadline)
+            worker.connection.send_bytes(pickle.dumps(task))
         return _collect(workers, function, deadline)
 
 
@@ -122,7 +124,7 @@ def _collect(workers: list[_Worker], function: str, deadline: float) -> list[Any
             rank = by_connection[connection]  # type: ignore[index]
             worker = pending.pop(rank)
             try:
-                ok, value = worker.connection.recv()
+                ok, value = pickle.loads(worker.connection.recv_bytes())
             except (EOFError, ConnectionResetError):
                 failures[rank] = f"the worker process died (exit code {worker.process.wait()})"
                 continue

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import pickle
 import random
 import signal
 import sys
@@ -55,14 +56,14 @@ def main() -> None:
     connection.send(megatron.core.__version__)
     while True:
         try:
-            task = connection.recv()
+            task = pickle.loads(connection.recv_bytes())  # plain pickle: tensors by value
         except EOFError:
             return
         try:
             reply = (True, _run(*task))
         except Exception:  # noqa: BLE001 - reported to the test, which fails with it
             reply = (False, traceback.format_exc())
-        connection.send(reply)
+        connection.send_bytes(pickle.dumps(reply))
 
 
 if __name__ == "__main__":
