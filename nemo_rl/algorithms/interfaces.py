@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -69,11 +69,3 @@ class LossFunction(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the loss of one micro-batch."""
         ...
-
-
-class TokenLogprobLoss:
-    """Base of the losses of this project: they take ``token_logprobs`` [B, S]."""
-
-    loss_type: LossType = LossType.TOKEN_LEVEL
-    input_type: ClassVar[LossInputType] = LossInputType.TOKEN_LOGPROBS
-    rows_per_unit: int = 1
