@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_rl.utils.config_model import ConfigModel, NotYet, Violation
 
@@ -65,6 +65,24 @@ class DataConfig(ConfigModel):
         None, description="Dotted path to a loader."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _merge_default(cls, data: Any) -> Any:
+        """Give every data set the keys of `default` that it lacks, so that the resolved tree says all."""
+        if not isinstance(data, Mapping) or not data.get("default"):
+            return data
+        default = _given(data["default"])
+        if not isinstance(default, Mapping):
+            return data
+        merged = dict(data)
+        for key in ("train", "validation"):
+            entries = merged.get(key)
+            if isinstance(entries, list):
+                merged[key] = [_with_default(entry, default) for entry in entries]
+            elif entries is not None:
+                merged[key] = _with_default(entries, default)
+        return merged
+
     def train_sets(self) -> list[ResponseDatasetConfig]:
         """Give the training data sets as a list."""
         return self.train if isinstance(self.train, list) else [self.train]
@@ -112,3 +130,13 @@ class DataConfig(ConfigModel):
             yield from (
                 (f"{name}.{i}" if isinstance(value, list) else name, item) for i, item in enumerate(items)
             )
+
+
+def _given(section: Any) -> Any:
+    """Give a section as a mapping of the keys that were set."""
+    return section.model_dump(exclude_unset=True) if isinstance(section, ConfigModel) else section
+
+
+def _with_default(entry: Any, default: Mapping[str, Any]) -> Any:
+    given = _given(entry)
+    return {**default, **given} if isinstance(given, Mapping) else entry

@@ -16,11 +16,16 @@ class MathEnvConfig(ConfigModel):
     num_workers: int = Field(2, ge=1, description="Verifier processes.")
     stop_strings: list[str] | None = Field(None, description="Texts that end a response in this environment.")
     verifier_type: Annotated[
-        Literal["math", "english_multichoice", "multilingual_multichoice"], NotYet(("math",), "math")
-    ] = Field("math", description="What is compared.")
+        Literal["math", "exact", "english_multichoice", "multilingual_multichoice"],
+        NotYet(("math", "exact"), "math"),
+    ] = Field(
+        "math", description="`math` compares mathematics, `exact` compares text, in the driver and fast."
+    )
     math_verify_impl: Annotated[
         Literal["hf_math_verify", "dapo_math_verify"], NotYet(("hf_math_verify",), "hf_math_verify")
     ] = Field("hf_math_verify", description="Verifier.")
     timeout_s: float = Field(
-        10.0, gt=0, description="Seconds a verification may take; then it counts as wrong."
+        10.0,
+        gt=0,
+        description="Seconds a verification may take; then the row is left out and counted as an error.",
     )

@@ -125,8 +125,8 @@ def take_and_split(
     if not 0 < num_validation < total:
         raise ValueError(
             f"data.*.split_validation_size={validation_size} of {total} rows leaves {num_validation} for "
-            f"validation and {total - num_validation} for training; use a value between {1 / total:.3g} and {1 - 1 / total:.3g}, "
-            "or a number of rows"
+            f"validation and {total - num_validation} for training; use a value between "
+            f"{1 / total:.3g} and {1 - 1 / total:.3g}, or a number of rows"
         )
     chosen = set(random.Random(seed).sample(range(total), num_validation))
     training = [index for index in range(total) if index not in chosen]
