@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -16,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_bridge.layers.core_attention import CoreAttention
+from megatron_bridge.layers.linear import ColumnLinear, RowLinear
 from megatron_bridge.layers.norm import RMSNorm
 
 # Keys of Transformer Engine's layout, so that checkpoints of both layouts are interchangeable (as megatron-core does).
@@ -32,14 +32,14 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=ColumnLinear,
             core_attention=CoreAttention,  # type: ignore[arg-type]
-            linear_proj=RowParallelLinear,
+            linear_proj=RowLinear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
     )
-    mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -123,7 +123,7 @@ def logprobs_and_round_trip(
 def gradients(
     paths: list[str], input_ids: Tensor, weights: Tensor, tp: int, sp: bool, **overrides: Any
 ) -> list[Any]:
-    """Gradients of sum(weights * log-probs) in HuggingFace names, tensor parallel; replicated ones summed if partial."""
+    """Gradients of sum(weights * log-probs) under HuggingFace names; partial ones are summed over ranks."""
     from megatron.core import parallel_state
 
     init_megatron(tp)
@@ -202,7 +202,7 @@ def error_of(path: str, tp: int = 1, pp: int = 1, **options: Any) -> str:
 def padding_rows(path: str, tp: int, load_weights: bool) -> Any:
     """Vocabulary rows that do not exist, and the sizes a head needs to mask them."""
     init_megatron(tp)
-    bridge, chunks = build(path, tp, load_weights=load_weights)
+    _, chunks = build(path, tp, load_weights=load_weights)
     weight = chunks[0].embedding.word_embeddings.weight
     rank = torch.distributed.get_rank()
     real = max(0, min(weight.shape[0], 97 - rank * weight.shape[0]))
