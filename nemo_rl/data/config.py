@@ -53,7 +53,7 @@ class DataConfig(ConfigModel):
     )
     add_eos: bool = Field(True, description="End the last message with the tokenizer's EOS (SFT).")
     add_generation_prompt: bool = Field(
-        False, description="Open the assistant turn in front of its text (SFT)."
+        True, description="Keep the assistant's header out of the loss, as in a prompt for sampling (SFT)."
     )
     use_multiple_dataloader: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="One loader per data set."

@@ -40,9 +40,8 @@ class ResponseData:
 def setup_response_data(
     tokenizer: TokenizerType,
     data_config: DataConfig,
-    env_names: Sequence[str] | None = None,
+    env_config: Mapping[str, Any] | None = None,
     *,
-    max_seq_length: int | None = None,
     only_unmask_final: bool = False,
 ) -> ResponseData:
     """Load, split and wrap everything that ``data`` names.
@@ -50,19 +49,19 @@ def setup_response_data(
     Args:
         tokenizer: With a chat template.
         data_config: The section.
-        env_names: Keys of the ``env`` section for reinforcement learning; ``None`` for supervised
-            fine-tuning.
-        max_seq_length: Limit if ``data.max_input_seq_length`` is null (``policy.max_total_sequence_length``).
+        env_config: The ``env`` section for reinforcement learning; ``None`` for supervised fine-tuning.
         only_unmask_final: ``sft.only_unmask_final``.
 
     Raises:
         ValueError: For anything in the section that cannot be, with the key to change.
     """
-    limit = data_config.max_input_seq_length
-    limit = max_seq_length if limit is None else limit
-    default_processor = DEFAULT_SFT_PROCESSOR if env_names is None else DEFAULT_RL_PROCESSOR
-    train_raw = _load_all(data_config.train, data_config.default, "data.train")
-    validation_raw = _load_all(data_config.validation, data_config.default, "data.validation")
+    default_processor = DEFAULT_SFT_PROCESSOR if env_config is None else DEFAULT_RL_PROCESSOR
+    train_raw = _load_all(data_config.train_sets())
+    validation_raw = _load_all(data_config.validation_sets())
+    if not train_raw:
+        raise ValueError("data.train is an empty list; name at least one data set")
+    env_of_task = {} if env_config is None else _environments([*train_raw, *validation_raw], list(env_config))
+    stop_strings = {} if env_config is None else _stop_strings(env_of_task, env_config)
     sft_options = {
         "add_bos": data_config.add_bos,
         "add_eos": data_config.add_eos,
@@ -77,7 +76,12 @@ def setup_response_data(
         }
         rows = [part for _, part in raws]
         return AllTaskProcessedDataset(
-            rows[0] if len(rows) == 1 else Concatenation(rows), tokenizer, TaskDataSpec(), processors, limit
+            rows[0] if len(rows) == 1 else Concatenation(rows),
+            tokenizer,
+            TaskDataSpec(),
+            processors,
+            data_config.max_input_seq_length,
+            stop_strings,
         )
 
     held_out = [(raw, raw.dataset) for raw in validation_raw]
@@ -85,7 +89,7 @@ def setup_response_data(
     data = ResponseData(
         train=wrap([(raw, raw.dataset) for raw in train_raw]),
         validation=_named({raw.task_name: wrap([(raw, part)]) for raw, part in held_out}, len(held_out)),
-        env_of_task={} if env_names is None else _environments([*train_raw, *validation_raw], env_names),
+        env_of_task=env_of_task,
     )
     logger.info(
         "data: %d training rows, validation %s",
@@ -95,37 +99,14 @@ def setup_response_data(
     return data
 
 
-def merge_defaults(
-    entry: ResponseDatasetConfig, default: ResponseDatasetConfig | None
-) -> ResponseDatasetConfig:
-    """The entry, with the keys that it does not set taken from ``data.default``."""
-    if default is None:
-        return entry
-    given = {key: getattr(default, key) for key in default.model_fields_set}
-    given |= {key: getattr(entry, key) for key in entry.model_fields_set}
-    return ResponseDatasetConfig(**given)
-
-
-def _load_all(
-    entries: ResponseDatasetConfig | Sequence[ResponseDatasetConfig] | None,
-    default: ResponseDatasetConfig | None,
-    key: str,
-) -> list[RawDataset]:
-    """Load every entry; task names are made unique within the key, as each has its own wording and
-    processor.
-    """
-    if entries is None:
-        return []
-    listed = [entries] if isinstance(entries, ResponseDatasetConfig) else list(entries)
-    if not listed:
-        raise ValueError(f"{key} is an empty list; name at least one data set, or set {key}=null")
-    merged = [merge_defaults(entry, default) for entry in listed]
+def _load_all(entries: Sequence[ResponseDatasetConfig]) -> list[RawDataset]:
+    """Load every entry; task names are made unique, as each has its own wording, processor and environment."""
     loaded: list[RawDataset] = []
-    for entry in merged:
+    for entry in entries:
         base = "ResponseDataset" if entry.dataset_name is None else entry.dataset_name
         taken = [raw.task_name for raw in loaded]
-        name = next(n for n in (base, *(f"{base}_{i}" for i in range(2, len(merged) + 1))) if n not in taken)
-        loaded.append(load_response_dataset(entry, name))
+        names = (base, *(f"{base}_{number}" for number in range(2, len(entries) + 1)))
+        loaded.append(load_response_dataset(entry, next(name for name in names if name not in taken)))
     return loaded
 
 
@@ -141,6 +122,16 @@ def _named(datasets: dict[str, AllTaskProcessedDataset], expected: int) -> dict[
 def _processor(name: str | None, default: str, sft_options: Mapping[str, bool]) -> TaskDataProcessFnCallable:
     processor = get_processor(default if name is None else name)
     return functools.partial(sft_processor, **sft_options) if processor is sft_processor else processor
+
+
+def _stop_strings(env_of_task: Mapping[str, str], env_config: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The texts that end the first response of each task, for environments that have a ``stop_strings`` key."""
+    sections = {task: env_config[name] for task, name in env_of_task.items()}
+    return {
+        task: list(section["stop_strings"])
+        for task, section in sections.items()
+        if section.get("stop_strings")
+    }
 
 
 def _environments(raws: Sequence[RawDataset], env_names: Sequence[str]) -> dict[str, str]:

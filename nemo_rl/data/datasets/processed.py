@@ -18,6 +18,7 @@ class AllTaskProcessedDataset(Sequence[DatumSpec]):
         default_task_data_spec: Fills what a task's own spec leaves open.
         task_data_processors: One processor for all rows, or per ``task_name`` its spec and processor.
         max_seq_length: Passed to the processors; ``None`` is no limit.
+        stop_strings: Per ``task_name``, texts that end a response, for rows that have none of their own.
 
     Raises:
         ValueError: On access to a row whose task has no processor.
@@ -31,12 +32,14 @@ class AllTaskProcessedDataset(Sequence[DatumSpec]):
         task_data_processors: Mapping[str, tuple[TaskDataSpec, TaskDataProcessFnCallable]]
         | TaskDataProcessFnCallable,
         max_seq_length: int | None = None,
+        stop_strings: Mapping[str, list[str]] | None = None,
     ) -> None:
         self.dataset = dataset
         self.tokenizer = tokenizer
         self.default_task_data_spec = default_task_data_spec
         self.task_data_processors = task_data_processors
         self.max_seq_length = max_seq_length
+        self.stop_strings = {} if stop_strings is None else dict(stop_strings)
         if isinstance(task_data_processors, Mapping):
             for spec, _ in task_data_processors.values():
                 spec.copy_defaults(default_task_data_spec)
@@ -54,4 +57,7 @@ class AllTaskProcessedDataset(Sequence[DatumSpec]):
                 known = ", ".join(self.task_data_processors)
                 raise ValueError(f"row {idx} is of task {task!r}, which has no processor; known are {known}")
             spec, processor = self.task_data_processors[task]
-        return processor(row, spec, self.tokenizer, self.max_seq_length, idx)
+        datum = processor(row, spec, self.tokenizer, self.max_seq_length, idx)
+        if "stop_strings" not in datum and datum.get("task_name") in self.stop_strings:
+            datum["stop_strings"] = self.stop_strings[datum["task_name"]]
+        return datum
