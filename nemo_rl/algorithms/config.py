@@ -165,6 +165,10 @@ class GRPOConfig(ConfigModel):
     malformed_thinking_advantage: Annotated[float | None, NotYet((None,), "null")] = Field(
         None, description="Advantage of malformed thinking tags."
     )
+    shuffle_rewards: bool = Field(
+        False,
+        description="Deal rewards to other rows at random: the control run of a learning claim.",
+    )
     adv_estimator: AdvEstimatorConfig = Field(
         default_factory=AdvEstimatorConfig, description="How rewards become advantages."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 
 from nemo_rl.algorithms.context import Context
 from nemo_rl.utils.checkpoint import CheckpointManager
-from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.progress import StepProgress
 from nemo_rl.utils.timer import Timer
 
@@ -73,12 +73,14 @@ class Cadence:
         val_period: validate after every so many steps; 0: never.
         val_at_start: validate before the first step of a new run.
         val_at_end: validate after the last step.
+        val_start_at: no periodic validation before this step; -1: no such limit.
     """
 
     max_steps: int
     val_period: int
     val_at_start: bool
     val_at_end: bool
+    val_start_at: int = -1
 
 
 class Algorithm(Protocol):
@@ -94,6 +96,43 @@ class Algorithm(Protocol):
     def validate(self, step: int, timer: Timer) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Measure on held-out data; metrics and rows to keep."""
         ...
+
+
+class Deadline:
+    """The run time after which a run saves and stops, `checkpointing.checkpoint_must_save_by`."""
+
+    def __init__(self, limit: str | None, first_step: int):
+        """Start the clock.
+
+        Args:
+            limit: `DD:HH:MM:SS`, or None for no limit.
+            first_step: steps done before.
+        """
+        self._seconds = None if limit is None else parse_duration(limit)
+        self._first_step = first_step
+        self._start = time.monotonic()
+
+    def reached(self, step: int) -> bool:
+        """Whether another step of mean length would end past the limit."""
+        if self._seconds is None:
+            return False
+        elapsed = time.monotonic() - self._start
+        return elapsed + elapsed / (step - self._first_step) >= self._seconds
+
+
+def parse_duration(text: str) -> int:
+    """Seconds of `DD:HH:MM:SS`.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    parts = text.split(":")
+    if len(parts) != 4 or not all(part.isdigit() for part in parts):
+        raise ValueError(
+            f"checkpointing.checkpoint_must_save_by={text!r} must have the form DD:HH:MM:SS, such as 00:03:45:00"
+        )
+    days, hours, minutes, seconds = map(int, parts)
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 class TrainLoop:
@@ -113,6 +152,7 @@ class TrainLoop:
         self.cadence = cadence
         self.state = state
         self.timer = Timer()
+        self.deadline = Deadline(context.checkpointing.checkpoint_must_save_by, state.step)
         self._last_validation: dict[str, float] = {}
 
     def run(self) -> LoopState:
@@ -132,15 +172,22 @@ class TrainLoop:
                 self._count(result)
                 last = state.step == cadence.max_steps
                 self._log(result, progress)
-                if self._due(cadence.val_period) or (last and cadence.val_at_end):
+                if self._validation_due() or (last and cadence.val_at_end):
                     self._validate(progress)
-                if checkpointing.enabled and (last or self._due(checkpointing.save_period)):
+                out_of_time = self.deadline.reached(state.step)
+                if checkpointing.enabled and (last or out_of_time or self._due(checkpointing.save_period)):
                     self._save(result)
                 self.timer.reset()
+                if out_of_time and not last:
+                    progress.note(f"stopping after step {state.step}: checkpointing.checkpoint_must_save_by")
+                    break
         return state
 
     def _due(self, period: int) -> bool:
         return period > 0 and self.state.step % period == 0
+
+    def _validation_due(self) -> bool:
+        return self._due(self.cadence.val_period) and self.state.step >= self.cadence.val_start_at
 
     def _count(self, result: StepResult) -> None:
         self.state.step += 1
@@ -173,6 +220,8 @@ class TrainLoop:
         self.context.logger.log_metrics(timer.seconds(), self.state.step, "timing/validation")
         if rows:
             self.context.logger.log_rows("validation", self.state.step, rows)
+        for row in rows[: self.context.config.logger.num_val_samples_to_print]:
+            progress.note(f"  {row['prompt']!r} -> {row['response']!r}  reward {row['reward']:.3g}")
         figures = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "/" not in name)
         progress.note(f"validation after step {self.state.step}: {figures}")
 
@@ -222,8 +271,3 @@ def resume_state(manager: CheckpointManager) -> tuple[LoopState, Path | None]:
 def load_dataloader_state(checkpoint: Path) -> dict[str, Any]:
     """The training loader's position at a checkpoint."""
     return torch.load(checkpoint / _DATALOADER_FILE, weights_only=True)
-
-
-def open_logger(cfg: Any, run_dir: Path, checkpoint: Path | None, state: LoopState) -> Logger:
-    """The run's logger; on resume, lines after the restored step are dropped."""
-    return Logger(cfg, run_dir, None if checkpoint is None else state.step)

@@ -114,7 +114,9 @@ class Logger(LoggerInterface):
         self.run_dir = run_dir
         self._sinks: list[LoggerInterface] = [JsonlLogger(run_dir / "metrics.jsonl", last_step)]
         if cfg.tensorboard_enabled:
-            self._sinks.append(TensorBoardLogger(run_dir / "tensorboard", last_step))
+            folder = cfg.tensorboard.log_dir
+            path = run_dir / "tensorboard" if folder is None else Path(folder)
+            self._sinks.append(TensorBoardLogger(path, last_step))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
         """Record in every sink; see `LoggerInterface`."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -80,15 +79,3 @@ class StepProgress:
             self._bar.console.print(text, highlight=False)
         else:
             logger.info("%s", text)
-
-
-def configure_logging() -> None:
-    """Send this package's log lines to standard error, once, with the time in front."""
-    root = logging.getLogger("nemo_rl")
-    if root.handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    root.propagate = False
