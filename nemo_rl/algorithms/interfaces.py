@@ -56,9 +56,9 @@ class Metric:
 class LossFunction(Protocol):
     """A loss over a micro-batch, normalised by counts of the global batch.
 
-    ``loss_type`` says which count divides the loss. Optional attributes: ``input_type`` (:class:`LossInputType`, default
-    the older logits form) and ``rows_per_unit`` (rows that belong together, such as 2 for pairs: they share a shard and a
-    micro-batch, in order).
+    ``loss_type`` says which count divides the loss. Optional attributes: ``input_type`` (:class:`LossInputType`,
+    default the older logits form) and ``rows_per_unit`` (rows that belong together, such as 2 for pairs: they share a
+    shard and a micro-batch, in order).
 
     ``__call__(data, global_valid_seqs, global_valid_toks, **inputs)`` returns ``(scalar loss, metrics)``; a metric is a
     :class:`Metric`, or a scalar tensor, which means ``Metric(value, "sum")``.

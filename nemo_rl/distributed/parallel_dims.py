@@ -13,8 +13,8 @@ tp      parameters; with ``sequence_parallel`` also the activations between the 
 ep/etp  experts of a mixture-of-experts layer, over the ranks of ``dp x cp x tp``
 ======  ==========================================================================================
 
-A backend builds one :class:`ParallelDims` (for Megatron: ``nemo_rl.models.megatron.setup.build_dims``); everything above
-takes groups and sizes from it and never asks a global registry.
+A backend builds one :class:`ParallelDims` (for Megatron: ``nemo_rl.models.megatron.setup.build_dims``); everything
+above takes groups and sizes from it and never asks a global registry.
 """
 
 from __future__ import annotations

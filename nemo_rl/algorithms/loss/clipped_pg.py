@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clipped policy-gradient loss and the family of losses that its options span.
 
-PPO clipping (Schulman et al. 2017, eq. 7), asymmetric clipping (DAPO), dual clipping (Ye et al. 2020), CISPO (MiniMax-M1
-2025, eq. 4), sequence-level ratios (GSPO, Zheng et al. 2025, eq. 7), REINFORCE, a KL penalty towards a reference, and
-importance weights that correct for a sampler whose probabilities differ from the trainer's.
+PPO clipping (Schulman et al. 2017, eq. 7), asymmetric clipping (DAPO), dual clipping (Ye et al. 2020), CISPO
+(MiniMax-M1 2025, eq. 4), sequence-level ratios (GSPO, Zheng et al. 2025, eq. 7), REINFORCE, a KL penalty towards a
+reference, and importance weights that correct for a sampler whose probabilities differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nemo_rl.algorithms.loss.functional import (
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """Columns that :class:`ClippedPGLossFn` reads; [B, S] except ``sample_mask`` [B]. Log-probs: position i is token i."""
+    """Columns that :class:`ClippedPGLossFn` reads: [B, S] (position i belongs to token i), ``sample_mask`` [B]."""
 
     input_ids: Tensor
     advantages: Tensor

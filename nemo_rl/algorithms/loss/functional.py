@@ -94,7 +94,7 @@ def kl_estimate(
 
 
 def js_divergence_estimate(logprobs_a: Tensor, logprobs_b: Tensor) -> Tensor:
-    """Per-token k3 estimate of the Jensen-Shannon divergence of two policies, from their log-probs of sampled tokens."""
+    """Per-token k3 estimate of two policies' Jensen-Shannon divergence, from log-probs of sampled tokens."""
     half = torch.tensor(0.5, device=logprobs_a.device).log()
     mixture = torch.logaddexp(logprobs_a, logprobs_b) + half
     to_mixture = [kl_estimate(mixture, side, "k3") for side in (logprobs_a, logprobs_b)]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded checkpoints through megatron-core's dist_checkpointing.
 
-Weights and optimizer state are two checkpoints. The optimizer's is in the space of the model's parameters: each state of
-a parameter (master, moments, momentum) is stored under the parameter's name with the parameter's own sharding, whatever
-part of it each data-parallel rank holds at run time. It therefore loads at any tensor-, pipeline- and data-parallel size,
-with or without the distributed optimizer. Random states are stored per rank, and restored only at the same layout.
+Weights and optimizer state are two checkpoints. The optimizer's is in the space of the model's parameters: each
+state of a parameter (master, moments, momentum) is stored under the parameter's name with the parameter's own
+sharding, whatever part of it each data-parallel rank holds at run time. It therefore loads at any tensor-, pipeline-
+and data-parallel size, with or without the distributed optimizer. Random states are stored per rank, and restored
+only at the same layout.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nemo_rl.models.megatron.optimizer import chained
 
@@ -107,10 +109,11 @@ def save_optimizer(
     names = _state_names(shards)
     state["extra"]["state_names"] = names
     state["extra"]["num_updates"] = _common_step(shards)
-    for param_name, param, sharded in _optimized_parameters(models, optimizer):
+    group = _sharing_group(optimizer)
+    for param_name, param, sharded in _optimized_parameters(models):
         shard = shards.get(id(param))
         for name in names:
-            whole = _gather(param, shard, name)
+            whole = _gather(param, shard, name, group)
             state[f"{name}.{param_name}"] = make_sharded_optimizer_tensor(sharded, whole, f"optimizer.{name}")
     _write(path, state)
 
@@ -126,7 +129,7 @@ def load_optimizer(path: str, models: list[GPTModel], optimizer: MegatronOptimiz
     wanted: ShardedStateDict = {}
     targets: dict[str, tuple[Tensor, str]] = {}
     shards = _shards(optimizer)
-    for param_name, param, sharded in _optimized_parameters(models, optimizer):
+    for param_name, param, sharded in _optimized_parameters(models):
         for name in names:
             whole = torch.empty(param.shape, dtype=torch.float32, device=param.device)
             key = f"{name}.{param_name}"
@@ -184,11 +187,15 @@ def _pieces(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, int]]:
             yield param, param, 0
 
 
-def _optimized_parameters(
-    models: list[GPTModel], optimizer: MegatronOptimizer
-) -> Iterator[tuple[str, Tensor, Any]]:
+def _sharing_group(optimizer: MegatronOptimizer) -> ProcessGroup | None:
+    """The ranks that each hold a piece of every parameter's optimizer state; None if each holds all of it."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    sharded = any(isinstance(part, DistributedOptimizer) for part in chained(optimizer))
+    return group if sharded and group.size() > 1 else None
+
+
+def _optimized_parameters(models: list[GPTModel]) -> Iterator[tuple[str, Tensor, Any]]:
     """(name, parameter, how the model shards it), in an order that is the same on all data-parallel ranks."""
-    del optimizer
     params: list[Tensor] = []
     names: list[str] = []
     for index, model in enumerate(models):
@@ -230,16 +237,18 @@ def _common_step(shards: dict[int, _Shard]) -> float | None:
     return next((step for step in everybody if step is not None), None)
 
 
-def _gather(param: Tensor, shard: _Shard | None, name: str) -> Tensor:
-    """One state of a whole (tensor-parallel) parameter, put together from the data-parallel ranks' pieces."""
+def _gather(param: Tensor, shard: _Shard | None, name: str, group: ProcessGroup | None) -> Tensor:
+    """One state of a whole (tensor-parallel) parameter; with ``group``, put together from its ranks' pieces."""
     value = None
     if shard is not None:
         value = shard.main.detach() if name == _MASTER else shard.state.get(name)
-    if value is not None and value.numel() == param.numel():
-        return value.detach().reshape(param.shape).float()
+    if group is None and value is not None:
+        return value.reshape(param.shape).float()
     whole = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
     if value is not None and shard is not None:
         whole[shard.start : shard.start + value.numel()] = value.reshape(-1)
+    if group is not None:
+        dist.all_reduce(whole, group=group)
     return whole.reshape(param.shape)
 
 

@@ -109,13 +109,18 @@ class MegatronEngine:
         outputs = run_schedule(
             self.chunks, microbatches, head, self.dims, vocab_size=self.vocab_size, forward_only=forward_only
         )
+        if not forward_only:
+            self._gather_pending = False  # the forward hooks of this pass have finished it
         return outputs
 
     def optimizer_step(self, *, skip: bool = False) -> OptimStep:
         """Clip and update, or say why not."""
         assert self.optimizer is not None, "this engine was built without an optimizer"
         step = clipped_step(self.optimizer, self.config.megatron_cfg.optimizer.clip_grad, skip=skip)
-        self._gather_pending = self._overlapped_gather
+        if self._overlapped_gather:
+            for chunk in self._wrapped():
+                chunk.reset_param_sync_dispatch_state()
+            self._gather_pending = True
         if step.skipped is not None:
             self.num_skipped_steps += 1
             logger.warning("optimizer step skipped: %s", step.skipped)

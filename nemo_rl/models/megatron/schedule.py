@@ -38,6 +38,9 @@ class HeadRunner:
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any
     ) -> Tensor:
         """[s(/tp), b, H] hidden states to the loss (0 for heads without one)."""
+        # The head reads the weight without calling the layer; its hooks (they wait for an overlapped gather) run here.
+        for hook in output_layer._forward_pre_hooks.values():
+            hook(output_layer, ())
         weight = output_layer.weight if output_weight is None else output_weight
         projection = Projection(
             weight=weight,
