@@ -94,6 +94,8 @@ def batch_equation(cfg: GRPOMasterConfig | SFTMasterConfig) -> BatchPlan:
 
 def batch_violations(cfg: GRPOMasterConfig | SFTMasterConfig) -> Iterator[Violation]:
     """Give every reason why the rows of a step do not divide."""
+    if not cfg.policy.megatron_cfg.enabled:
+        return  # no backend whose layout is known; the policy section reports it
     plan = _plan(cfg)
     model_parallel = plan.tensor * plan.pipeline * plan.context
     if plan.world_size % model_parallel:

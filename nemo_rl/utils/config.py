@@ -24,7 +24,9 @@ from nemo_rl.utils.config_validate import hints, validate
 
 logger = logging.getLogger(__name__)
 
-_OVERRIDE = re.compile(r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w.\-]*)(?:=(?P<value>.*))?$", re.DOTALL)
+_OVERRIDE = re.compile(
+    r"^(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:=(?P<value>.*))?$", re.DOTALL
+)
 
 
 class ConfigError(ValueError):
@@ -86,7 +88,7 @@ def compose(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     """
     tree = _load_file(Path(path), ())
     for override in overrides:
-        _apply(tree, override)
+        apply_override(tree, override)
     return tree
 
 
@@ -120,23 +122,25 @@ def _merge(base: DictConfig, top: DictConfig) -> DictConfig:
 
 
 def _replace_overridden(base: DictConfig, top: DictConfig) -> None:
-    """Drop from `base` every mapping that `top` replaces by ``_override_: true``; drop the marker from `top`."""
+    """Drop from `base` what `top` replaces: a mapping with ``_override_: true``, a list by a mapping or the reverse."""
     for key in list(top):
-        node = top._get_node(key)
-        if (
-            not isinstance(node, DictConfig)
-            or node._is_none()
-            or node._is_missing()
-            or node._is_interpolation()
+        node, below = top._get_node(key), base._get_node(key) if key in base else None
+        if isinstance(node, DictConfig) and not (
+            node._is_none() or node._is_missing() or node._is_interpolation()
         ):
-            continue
-        below = base._get_node(key) if key in base else None
-        if node.pop("_override_", False):
+            if node.pop("_override_", False):
+                base.pop(key, None)
+            _replace_overridden(below if isinstance(below, DictConfig) else OmegaConf.create({}), node)
+        if {type(node), type(below)} == {DictConfig, ListConfig}:
             base.pop(key, None)
-        _replace_overridden(below if isinstance(below, DictConfig) else OmegaConf.create({}), node)
 
 
-def _apply(tree: DictConfig, override: str) -> None:
+def apply_override(tree: DictConfig, override: str) -> None:
+    """Apply ``a.b=c``, ``++a.b=c`` or ``~a.b`` to `tree`, in place.
+
+    Raises:
+        OverridesError: it does not parse or deletes what is not there.
+    """
     match = _OVERRIDE.match(override)
     if match is None or (match["value"] is None and match["sign"] != "~"):
         raise OverridesError([Violation(override, "not an override; write key=value, ++key=value or ~key")])
@@ -146,9 +150,20 @@ def _apply(tree: DictConfig, override: str) -> None:
             _delete(tree, key)
         else:
             value = OmegaConf.from_dotlist([f"value={match['value']}"])._get_node("value")
-            OmegaConf.update(tree, key, value, merge=True, force_add=True)
-    except (OmegaConfBaseException, ValueError, TypeError, KeyError, IndexError) as error:
+            merge = isinstance(value, DictConfig) and isinstance(_node_at(tree, key), DictConfig)
+            OmegaConf.update(tree, key, value, merge=merge, force_add=True)
+    except (OmegaConfBaseException, YAMLError, ValueError, TypeError, KeyError, IndexError) as error:
         raise OverridesError([Violation(key, f"cannot apply {override!r}: {error}")]) from error
+
+
+def _node_at(tree: DictConfig, key: str) -> Any:
+    """Give the unresolved node at a dotted key, or None."""
+    node: Any = tree
+    for part in key.split("."):
+        if not isinstance(node, (DictConfig, ListConfig)) or node._is_none() or node._is_interpolation():
+            return None
+        node = node._get_node(int(part) if isinstance(node, ListConfig) and part.isdigit() else part)
+    return node
 
 
 def _delete(tree: DictConfig, key: str) -> None:
@@ -212,37 +227,23 @@ def _defaults(cls: type[ConfigModel], raw: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _resolved(node: Any, raw: Any, path: str, problems: list[Violation]) -> Any:
-    if isinstance(raw, dict):
-        out = {}
-        for key in raw:
-            here = f"{path}.{key}" if path else str(key)
-            found, value = _read(node, key, here, problems)
-            if found:
-                below = raw[key] if isinstance(raw[key], (dict, list)) else _container(value)
-                out[str(key)] = _resolved(value, below, here, problems)
-        return out
-    if isinstance(raw, list):
-        items = [(_read(node, i, f"{path}.{i}", problems), item) for i, item in enumerate(raw)]
-        return [
-            _resolved(
-                value, item if isinstance(item, (dict, list)) else _container(value), f"{path}.{i}", problems
-            )
-            for i, ((found, value), item) in enumerate(items)
-            if found
-        ]
-    return node
-
-
-def _read(node: Any, key: Any, path: str, problems: list[Violation]) -> tuple[bool, Any]:
-    try:
-        if OmegaConf.is_missing(node, key):
-            problems.append(Violation(path, "is mandatory (???) and not set"))
-            return False, None
-        return True, node[key]
-    except OmegaConfBaseException as error:
-        first_line = str(error).strip().splitlines()[0]
-        problems.append(Violation(path, f"cannot be resolved: {first_line}"))
-        return False, None
+    """Give `node` resolved, as far as `raw`, its unresolved plain form, goes."""
+    if not isinstance(raw, (dict, list)):
+        return node
+    found: dict[Any, Any] = {}
+    for key, item in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        here = f"{path}.{key}" if path else str(key)
+        if item == "???":
+            problems.append(Violation(here, "is mandatory (???) and not set"))
+            continue
+        try:
+            value = node[key]
+        except OmegaConfBaseException as error:
+            problems.append(Violation(here, f"cannot be resolved: {str(error).strip().splitlines()[0]}"))
+            continue
+        below = item if isinstance(item, (dict, list)) else _container(value)
+        found[str(key)] = _resolved(value, below, here, problems)
+    return found if isinstance(raw, dict) else list(found.values())
 
 
 def _container(value: Any) -> Any:
@@ -259,6 +260,7 @@ def _file_error(key: str, message: str) -> ConfigError:
 __all__ = [
     "ConfigError",
     "OverridesError",
+    "apply_override",
     "build",
     "compose",
     "fill_derived",

@@ -7,6 +7,7 @@ documented keys (``cfg["_v2"]``), so that code written for plain dictionaries wo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -133,7 +134,7 @@ class ConfigModel(BaseModel):
     @classmethod
     def documented_fields(cls) -> dict[str, tuple[str, FieldInfo]]:
         """Give documented key -> (attribute name, field); they differ for keys with a leading underscore."""
-        return {info.alias or name: (name, info) for name, info in cls.model_fields.items()}
+        return _documented_fields(cls)
 
     def with_runtime(self, **facts: Any) -> Self:
         """Give a validated copy with `facts` (by attribute name or documented key) replaced."""
@@ -181,6 +182,11 @@ class ConfigModel(BaseModel):
     def get(self, key: str, default: Any = None) -> Any:
         """Read by documented key; `default` only where the key does not exist in the schema."""
         return self[key] if key in self else default  # noqa: SIM401
+
+
+@functools.cache
+def _documented_fields(cls: type[ConfigModel]) -> dict[str, tuple[str, FieldInfo]]:
+    return {info.alias or name: (name, info) for name, info in cls.model_fields.items()}
 
 
 def plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import UnionType
@@ -43,16 +44,21 @@ def branches(annotation: Any) -> Branches:
     )
 
 
-def schema_keys(cls: type[ConfigModel], prefix: str = "") -> Iterator[str]:
+@functools.cache
+def schema_keys(cls: type[ConfigModel]) -> tuple[str, ...]:
     """Give every dotted key of a tree, sections included; ``*`` stands for a free name, list items have no key."""
+    return tuple(_walk(cls, ""))
+
+
+def _walk(cls: type[ConfigModel], prefix: str) -> Iterator[str]:
     for key, (_, info) in cls.documented_fields().items():
         path = f"{prefix}{key}"
         yield path
         below = branches(info.annotation)
         if below.section:
-            yield from schema_keys(below.section, f"{path}.")
+            yield from _walk(below.section, f"{path}.")
         if below.values:
-            yield from schema_keys(below.values, f"{path}.*.")
+            yield from _walk(below.values, f"{path}.*.")
 
 
 def _options(annotation: Any) -> list[Any]:

@@ -29,8 +29,10 @@ def validate[T: ConfigModel](data: Mapping[str, Any], cls: type[T]) -> tuple[T |
     problems: list[Violation] = []
     broken: set[str] = set()
     for path, suggestions in list(_unknown_keys(tree, cls, "")):
-        problems.append(_unknown_key(path, suggestions, _pop(tree, path), cls))
-        broken.update((path, *suggestions))
+        value = _pop(tree, path)
+        problems.append(_unknown_key(path, suggestions, value, cls))
+        leaves = list(_leaf_paths(value)) if isinstance(value, Mapping) else [""]
+        broken.update(name + leaf for name in (path, *suggestions) for leaf in leaves)
     config = None
     for _ in range(_MAX_ROUNDS):
         try:
@@ -106,7 +108,7 @@ def _unknown_key(path: str, suggestions: list[str], value: Any, cls: type[Config
     """Say what an unknown key may have meant; the single leaf below a misspelt section is followed."""
     leaves = list(_leaf_paths(value)) if isinstance(value, Mapping) else []
     tail = leaves[0] if len(leaves) == 1 else ""
-    keys = list(schema_keys(cls))
+    keys = schema_keys(cls)
     leaf = (path + tail).rsplit(".", 1)[-1]
     if not suggestions:
         places = [key for key in keys if key.rsplit(".", 1)[-1] == leaf][:3]
@@ -129,34 +131,44 @@ def _leaf_paths(value: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _type_problems(error: ValidationError, data: Mapping[str, Any]) -> list[Violation]:
-    """Turn pydantic's errors into violations; of the branches of a union only the one that fits the data is kept."""
+    """Turn pydantic's errors into violations.
+
+    Of the branches of a union only the one that fits the data is kept, and a derived value is not reported beside its
+    source.
+    """
     by_key: dict[str, list[str]] = {}
+    derived: set[str] = set()
     for item in error.errors(include_url=False, include_context=False):
-        key = _data_path(item["loc"], data, item["type"] == "missing")
+        missing = item["type"] == "missing"
+        key, written = _data_path(item["loc"], data, missing)
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "missing":
+        if missing:
             message = "is required"
         elif not isinstance(item["input"], (Mapping, list)):
             message = f"{message[0].lower()}{message[1:]}, got {item['input']!r}"
         by_key.setdefault(key, []).append(message)
+        if not written and not missing:
+            derived.add(key)
+    if len(derived) < len(by_key):
+        by_key = {key: messages for key, messages in by_key.items() if key not in derived}
     deepest = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]
     return [Violation(key, " or ".join(dict.fromkeys(by_key[key]))) for key in deepest]
 
 
-def _data_path(loc: tuple[int | str, ...], data: Any, missing: bool) -> str:
-    """Give the dotted key of an error location without the union tags that pydantic puts in between."""
-    parts, node = [], data
+def _data_path(loc: tuple[int | str, ...], data: Any, missing: bool) -> tuple[str, bool]:
+    """Give the dotted key of an error location, without union tags, and whether the user wrote it."""
+    parts, node, written = [], data, True
     for i, part in enumerate(loc):
         if isinstance(node, Mapping) and (part in node or (missing and i == len(loc) - 1)):
             node = node.get(part)
         elif isinstance(node, list) and isinstance(part, int) and part < len(node):
             node = node[part]
         elif isinstance(node, Mapping) and isinstance(part, str) and part.isidentifier() and part.islower():
-            node = {}  # a derived or default section that the user did not write
+            node, written = {}, False  # a derived or default section that the user did not write
         else:
             continue
         parts.append(str(part))
-    return ".".join(parts)
+    return ".".join(parts), written
 
 
 def _enabled_fields(section: ConfigModel, prefix: str) -> Iterator[tuple[str, ConfigModel, str]]:
