@@ -119,7 +119,7 @@ class MegatronGenerator:
             ValueError: an empty prompt, lengths outside the batch, or malformed stop strings.
             RuntimeError: the model gave non-finite log-probabilities.
         """
-        with _evaluating(self._chunks), torch.no_grad():
+        with _evaluating(self._chunks), torch.inference_mode():
             request = self._request(data, greedy, sampling or sampling_params(self._config))
             responses = self._run(request)
         return self._output(request, responses)
@@ -187,11 +187,9 @@ class MegatronGenerator:
         self, request: GenerationRequest, responses: Responses
     ) -> BatchedDataDict[GenerationOutputSpec]:
         prompt_lengths = torch.tensor(request.lengths, dtype=torch.int64)
-        generated, tokens, logprobs = (
-            responses.lengths.cpu(),
-            responses.tokens.cpu(),
-            responses.logprobs.cpu(),
-        )
+        # Copies: what was made in inference mode could never take part in training.
+        generated, truncated = (x.cpu().clone() for x in (responses.lengths, responses.truncated))
+        tokens, logprobs = responses.tokens.cpu(), responses.logprobs.cpu()
         if not bool(torch.isfinite(logprobs).all()):
             rows = (~torch.isfinite(logprobs)).any(dim=1).nonzero()[:, 0].tolist()
             raise RuntimeError(
@@ -215,7 +213,7 @@ class MegatronGenerator:
                 "generation_lengths": generated,
                 "unpadded_sequence_lengths": totals,
                 "logprobs": output_logprobs,
-                "truncated": responses.truncated.cpu(),
+                "truncated": truncated,
             }
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_bridge.layers.attention import AttentionMeta
@@ -125,25 +126,15 @@ class _LastTokenLogits:
     def __call__(
         self, *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, config: Any, **_: Any
     ) -> Tensor:
-        split = self._dims.tp if config.sequence_parallel else 1
-        if self._selected is not None:
-            hidden_states = self._select(hidden_states, split)
-        logits, _bias = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-        if self._selected is not None:
-            logits = logits[: len(self._selected)]
-        return logits.flatten(0, 1)
-
-    def _select(self, hidden_states: Tensor, split: int) -> Tensor:
-        """Hidden states [s / split, b, h] to the chosen positions' [ceil(b / split), 1, h] on each rank."""
-        assert self._selected is not None
-        length, rows, width = hidden_states.shape
-        first = length * self._dims.tp_rank if split > 1 else 0
-        own = (self._selected >= first) & (self._selected < first + length)
-        index = (self._selected - first).clamp(0, length - 1)
-        chosen = hidden_states[index, torch.arange(rows, device=index.device)]
-        if split == 1:
-            return chosen[:, None]
-        padded = hidden_states.new_zeros(-(-rows // split) * split, width)
-        padded[:rows] = chosen * own[:, None]
-        dist.all_reduce(padded, group=self._dims.tp_group)
-        return padded.chunk(split)[self._dims.tp_rank][:, None].contiguous()
+        # Not through the output layer's forward: with sequence parallelism that gathers into a buffer which it
+        # shares with training, and what is made in inference mode cannot be written to in training.
+        if config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=self._dims.tp_group)
+        if self._selected is None:
+            hidden_states = hidden_states[:, 0]
+        else:
+            rows = torch.arange(len(self._selected), device=self._selected.device)
+            hidden_states = hidden_states[self._selected, rows]
+        weight = output_layer.weight if output_weight is None else output_weight
+        logits = torch.matmul(hidden_states, weight.t())
+        return logits if output_layer.bias is None else logits + output_layer.bias
