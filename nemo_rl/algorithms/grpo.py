@@ -20,7 +20,7 @@ from nemo_rl.algorithms.advantage_estimator import (
 from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.context import Context
 from nemo_rl.algorithms.loop import StepResult
-from nemo_rl.algorithms.loss_functions import ClippedPGLossFn
+from nemo_rl.algorithms.loss.clipped_pg import ClippedPGLossFn
 from nemo_rl.algorithms.reward import filter_overlong, scale_rewards, shape_rewards
 from nemo_rl.algorithms.stages import permute_rewards, rollout_rows, summarize_training, to_training_batch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

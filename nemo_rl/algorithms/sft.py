@@ -8,7 +8,7 @@ from typing import Any
 from nemo_rl.algorithms.config import SFTMasterConfig
 from nemo_rl.algorithms.context import Context
 from nemo_rl.algorithms.loop import StepResult
-from nemo_rl.algorithms.loss_functions import NLLLoss
+from nemo_rl.algorithms.loss.nll import NLLLoss
 from nemo_rl.algorithms.stages import summarize_training
 from nemo_rl.data.llm_message_utils import message_logs_to_batch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
