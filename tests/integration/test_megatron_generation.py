@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.support import oracle
 from tests.support.models import hf_token_logprobs, tiny_hf_dir, tiny_model
 from tests.support.world import WorldError, run_world
 
@@ -48,10 +49,14 @@ def prompts(num_rows: int, seed: int = 0, longest: int = 19) -> dict[str, Tensor
 
 @cache
 def _greedy_texts(family: str) -> list[list[int]]:
-    """What transformers' own generate continues each of the 64 prompts with."""
-    data, texts = prompts(64), []
+    return _greedy_with(_model(family), prompts(64))
+
+
+def _greedy_with(model: PreTrainedModel, data: dict[str, Tensor]) -> list[list[int]]:
+    """What transformers' own generate makes of each prompt."""
+    texts = []
     for ids, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
-        out = _model(family).generate(
+        out = model.generate(
             ids[None, :length], max_new_tokens=MAX_NEW, do_sample=False, eos_token_id=STOPS, pad_token_id=0
         )
         texts.append(out[0].tolist())
@@ -64,6 +69,68 @@ def _engine(slots: int | None) -> dict[str, Any]:
         "stop_token_ids": STOPS,
         "mcore_generation_config": {"num_slots": slots},
     }
+
+
+WORKER_LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2_overlapped_gather": {"dp": 2},
+    "tp2_sp": {"tp": 2, "sp": True},
+    "tp2_pp2": {"tp": 2, "pp": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [(family, "dp2_overlapped_gather") for family in ("llama", "qwen2", "qwen3")]
+    + [("qwen2", "tp2_sp"), ("qwen3", "tp2_pp2")],
+)
+def test_worker_generates_with_the_weights_it_has_just_trained(
+    paths: dict[str, str], family: str, layout: str
+) -> None:
+    """Training and generation in turn; with overlap the parameters are still being gathered when generation
+    begins."""
+    degrees = WORKER_LAYOUTS[layout]
+    tp, pp, dp = (degrees.get(axis, 1) for axis in ("tp", "pp", "dp"))
+    optimizer = {"optimizer": "adam", "lr": 0.01, "min_lr": 0.01, "use_distributed_optimizer": True}
+    config = {
+        "model_name": paths[family],
+        "precision": "float32",
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 4,
+        "max_total_sequence_length": 256,
+        "generation": _engine(12) | {"_pad_token_id": 0},
+        "megatron_cfg": {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "sequence_parallel": degrees.get("sp", False),
+            "optimizer": optimizer,
+            "distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": True},
+        },
+    }
+    data = prompts(64)
+    ranks = run_world(
+        tp * pp * dp,
+        "tests.integration.worlds_generation:train_and_generate",
+        config=config,
+        train_data=oracle.batch(),
+        data=data,
+        rounds=2,
+    )
+    model = tiny_model(family)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for results in zip(*ranks, strict=True):
+        assert all(result["gather_open"] == (dp > 1) for result in results)
+        model.load_state_dict(results[0]["weights"])
+        assert any(not torch.allclose(before[n], w, atol=1e-3) for n, w in results[0]["weights"].items())
+        before = results[0]["weights"]
+        want = _greedy_with(model, data)
+        seen = set()
+        for result in results:
+            for got, row in enumerate(result["rows"].tolist()):
+                total = int(result["out"]["unpadded_sequence_lengths"][got])
+                assert result["out"]["output_ids"][got, :total].tolist() == want[row], f"row {row}"
+                seen.add(row)
+        assert seen == set(range(64))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -143,7 +210,8 @@ def test_tokens_depend_on_seeds_alone(paths: dict[str, str]) -> None:
 
 
 def test_equal_prompts_give_independent_samples(paths: dict[str, str]) -> None:
-    """Groups of one prompt (GRPO), interleaved, more rows than slots: right log-probs, other tokens per seed."""
+    """Groups of one prompt (GRPO), interleaved, more rows than slots: right log-probs, other tokens per
+    seed."""
     few = prompts(3)
     data = {key: value.repeat(6, *[1] * (value.ndim - 1)) for key, value in few.items()}
     data["seeds"] = torch.arange(18)

@@ -92,7 +92,8 @@ def generate(
 
     Args:
         path: HuggingFace directory.
-        calls: per call `data` (columns), `greedy`, and optionally `sampling` (arguments of GenerationSamplingParams).
+        calls: per call `data` (columns), `greedy`, and optionally `sampling` (arguments of
+            GenerationSamplingParams).
         config: `policy.generation`.
         tp, pp, sp, vpp: the layout.
         max_total: longest sequence.
@@ -127,3 +128,32 @@ def count_traffic(path: str, data: dict[str, Tensor], tp: int, pp: int, sp: bool
     (chunk,) = generator._chunks
     qkv = chunk.decoder.layers[0].self_attention.linear_qkv.weight
     return {"calls": calls, "layers": len(chunk.decoder.layers), "qkv": tuple(qkv.shape)}
+
+
+def train_and_generate(
+    config: dict[str, Any], train_data: dict[str, Any], data: dict[str, Tensor], rounds: int
+) -> list[dict[str, Any]]:
+    """A policy worker that trains one step and generates, `rounds` times; the rows are split over data
+    parallelism.
+
+    Returns:
+        Per round the columns of this rank's rows, the row numbers, and the weights they were generated with.
+    """
+    from nemo_rl.algorithms.loss.nll import NLLLoss
+    from tests.integration.worlds_policy import make_worker, shard
+
+    worker = make_worker(config)
+    dims = worker.dims
+    rows = torch.arange(len(data["input_lengths"]))[dims.dp_rank :: dims.dp]
+    results = []
+    for _ in range(rounds):
+        worker.train(shard(train_data, dims.dp_rank, dims.dp), NLLLoss())
+        gather_open = worker.engine._gather_pending
+        out = dict(
+            worker.generate(
+                data=BatchedDataDict({key: value[rows] for key, value in data.items()}), greedy=True
+            )
+        )
+        weights = {name: tensor.clone() for name, tensor in worker.engine.iter_hf_weights()}
+        results.append({"out": out, "rows": rows, "weights": weights, "gather_open": gather_open})
+    return results

@@ -135,6 +135,8 @@ class _LastTokenLogits:
         else:
             rows = torch.arange(len(self._selected), device=self._selected.device)
             hidden_states = hidden_states[self._selected, rows]
+        for hook in output_layer._forward_pre_hooks.values():  # they finish an overlapped parameter gather
+            hook(output_layer, ())
         weight = output_layer.weight if output_weight is None else output_weight
         logits = torch.matmul(hidden_states, weight.t())
         return logits if output_layer.bias is None else logits + output_layer.bias
