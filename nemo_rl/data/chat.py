@@ -78,7 +78,12 @@ def has_generation_tag(tokenizer: TokenizerType) -> bool:
 def end_of_turn_id(tokenizer: TokenizerType) -> int | None:
     """The token that the template puts right after the assistant's content; ``None`` if it puts none."""
     text = render(tokenizer, _probe())
-    tail = text[text.rindex(_PROBE_ANSWER) + len(_PROBE_ANSWER) :]
+    _, found, tail = text.rpartition(_PROBE_ANSWER)
+    if not found:
+        raise ChatTemplateError(
+            f"the chat template leaves out what the assistant says (rendered: {text!r}); set "
+            "policy.tokenizer.chat_template to one that keeps every message"
+        )
     ids = encode(tokenizer, tail.lstrip())
     return ids[0] if ids and ids[0] in set(tokenizer.all_special_ids) | set(_added_ids(tokenizer)) else None
 

@@ -129,16 +129,20 @@ def message_text(message_log: LLMMessageLogType, *, sampled: bool) -> str:
 
 
 def _tokens_of(message: Mapping[str, Any], key: str, message_log: LLMMessageLogType) -> Tensor:
+    """A message's tensor, or zeros in its place."""
     if "token_ids" not in message:
         if key == "token_ids" or any("token_ids" in other for other in message_log):
-            raise ValueError(f"a message of role {message['role']!r} has no token_ids while others have")
+            raise ValueError(f"message {_place(message, message_log)} has no token_ids while others have")
         return message[key]
     length = len(message["token_ids"])
     if key not in message:
         example = next(other[key] for other in message_log if key in other)
         return torch.zeros(length, dtype=example.dtype)
     if len(message[key]) != length:
-        raise ValueError(
-            f"a message of role {message['role']!r} has {length} tokens, but {len(message[key])} {key}"
-        )
+        place = _place(message, message_log)
+        raise ValueError(f"message {place} has {length} tokens, but {len(message[key])} values of {key}")
     return message[key]
+
+
+def _place(message: Mapping[str, Any], message_log: LLMMessageLogType) -> int:
+    return next(index for index, other in enumerate(message_log) if other is message)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The procedural arithmetic data set: right answers, disjoint parts, the same rows for the same arguments."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
+
+OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+
+
+def problems(dataset):
+    found = []
+    for row in dataset:
+        user, assistant = row["messages"]
+        a, op, b = re.fullmatch(r"(-?\d+)([-+*])(-?\d+)=", user["content"]).groups()
+        found.append((int(a), op, int(b), int(assistant["content"])))
+    return found
+
+
+def test_answers_and_ranges():
+    rows = problems(ArithmeticDataset(operations="+-*", min_operand=3, max_operand=12, num_examples=200))
+    assert len(set(rows)) == 200
+    assert {op for _, op, _, _ in rows} == {"+", "-", "*"}
+    for a, op, b, answer in rows:
+        assert 3 <= a <= 12
+        assert 3 <= b <= 12
+        assert OPERATIONS[op](a, b) == answer
+
+
+def test_parts_are_disjoint_whatever_the_arguments():
+    train = problems(ArithmeticDataset("train", operations="+-", max_operand=40, seed=1))
+    held_out = problems(ArithmeticDataset("validation", operations="+-", max_operand=60, seed=2))
+    assert len(train) > 2000
+    assert len(held_out) > 500
+
+    def canonical(rows):
+        return {(op, *((a, b) if op == "-" else sorted((a, b)))) for a, op, b, _ in rows}
+
+    assert not canonical(train) & canonical(held_out)
+
+
+def test_all_problems_are_in_one_part():
+    both = [problems(ArithmeticDataset(part, max_operand=30)) for part in ("train", "validation")]
+    assert len({row[:3] for rows in both for row in rows}) == 31 * 31
+    share = len(both[1]) / (31 * 31)
+    assert 0.08 < share < 0.17
+
+
+def test_order_depends_on_the_seed_alone():
+    first, again, other = (problems(ArithmeticDataset(max_operand=30, seed=s)) for s in (5, 5, 6))
+    assert first == again
+    assert first != other
+    assert sorted(first) == sorted(other)
+
+
+def test_fewer_rows_are_the_first_ones():
+    few = problems(ArithmeticDataset(max_operand=99, num_examples=10))
+    assert problems(ArithmeticDataset(max_operand=99))[:10] == few
+
+
+def test_ranges_too_large_to_list():
+    rows = problems(ArithmeticDataset(max_operand=10**9, num_examples=100))
+    assert len(set(rows)) == 100
+    assert problems(ArithmeticDataset(max_operand=10**9, num_examples=100)) == rows
+
+
+def test_formats():
+    row = ArithmeticDataset(
+        min_operand=7,
+        max_operand=7,
+        operations="*",
+        prompt_format="What is {a} {op} {b}?",
+        answer_format="<{answer}>",
+    )[0]
+    assert [message["content"] for message in row["messages"]] == ["What is 7 * 7?", "<49>"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"operations": "+/"}, "operations"),
+        ({"min_operand": 5, "max_operand": 4}, "min_operand"),
+        ({"max_operand": 3, "num_examples": 100}, "max_operand"),
+        ({"split": "test"}, "split"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ArithmeticDataset(**arguments)
