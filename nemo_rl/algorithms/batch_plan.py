@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nemo_rl.utils.config_model import Violation
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.config import GRPOMasterConfig, SFTMasterConfig
+    from nemo_rl.algorithms.config import MasterConfig
 
 _TP = "policy.megatron_cfg.tensor_model_parallel_size"
 _PP = "policy.megatron_cfg.pipeline_model_parallel_size"
@@ -80,7 +80,7 @@ class BatchPlan:
         )
 
 
-def batch_equation(cfg: GRPOMasterConfig | SFTMasterConfig) -> BatchPlan:
+def batch_equation(cfg: MasterConfig) -> BatchPlan:
     """Work out how the rows of a step divide.
 
     Raises:
@@ -92,7 +92,7 @@ def batch_equation(cfg: GRPOMasterConfig | SFTMasterConfig) -> BatchPlan:
     return _plan(cfg)
 
 
-def batch_violations(cfg: GRPOMasterConfig | SFTMasterConfig) -> Iterator[Violation]:
+def batch_violations(cfg: MasterConfig) -> Iterator[Violation]:
     """Give every reason why the rows of a step do not divide."""
     if not cfg.policy.megatron_cfg.enabled:
         return  # no backend whose layout is known; the policy section reports it
@@ -129,7 +129,7 @@ def batch_violations(cfg: GRPOMasterConfig | SFTMasterConfig) -> Iterator[Violat
         )
 
 
-def _plan(cfg: GRPOMasterConfig | SFTMasterConfig) -> BatchPlan:
+def _plan(cfg: MasterConfig) -> BatchPlan:
     policy = cfg.policy
     megatron = policy.megatron_cfg
     world = cfg.cluster.gpus_per_node * cfg.cluster.num_nodes

@@ -249,7 +249,7 @@ class SFTConfig(ConfigModel):
     only_unmask_final: bool = Field(False, description="Train on the last assistant message only.")
 
 
-class _MasterConfig(ConfigModel):
+class MasterConfig(ConfigModel):
     """What every algorithm's tree has."""
 
     derived: ClassVar[tuple[Derived, ...]] = (
@@ -288,7 +288,7 @@ class _MasterConfig(ConfigModel):
             )
 
 
-class GRPOMasterConfig(_MasterConfig):
+class GRPOMasterConfig(MasterConfig):
     """The whole tree of `nemo-rl grpo`."""
 
     grpo: GRPOConfig = Field(default_factory=GRPOConfig, description="The algorithm.")
@@ -366,7 +366,7 @@ class GRPOMasterConfig(_MasterConfig):
             )
 
 
-class SFTMasterConfig(_MasterConfig):
+class SFTMasterConfig(MasterConfig):
     """The whole tree of `nemo-rl sft`."""
 
     sft: SFTConfig = Field(default_factory=SFTConfig, description="The algorithm.")

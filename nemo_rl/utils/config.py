@@ -162,7 +162,11 @@ def _node_at(tree: DictConfig, key: str) -> Any:
     for part in key.split("."):
         if not isinstance(node, (DictConfig, ListConfig)) or node._is_none() or node._is_interpolation():
             return None
-        node = node._get_node(int(part) if isinstance(node, ListConfig) and part.isdigit() else part)
+        node = (
+            node._get_node(int(part) if part.isdigit() else 0)
+            if isinstance(node, ListConfig)
+            else node._get_node(part)
+        )
     return node
 
 

@@ -201,12 +201,12 @@ def _reads(text: str, wanted: set[str]) -> list[int]:
     """Give the lines that read an attribute or a subscript of one of these names."""
     lines = set()
     for node in ast.walk(ast.parse(text)):
-        attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in wanted
-        item = (
-            isinstance(node, ast.Subscript)
-            and isinstance(node.slice, ast.Constant)
-            and node.slice.value in wanted
-        )
-        if attribute or item:
+        if isinstance(node, ast.Attribute):
+            read = isinstance(node.ctx, ast.Load) and node.attr in wanted
+        elif isinstance(node, ast.Subscript):
+            read = isinstance(node.slice, ast.Constant) and node.slice.value in wanted
+        else:
+            continue
+        if read:
             lines.add(node.lineno)
     return sorted(lines)
