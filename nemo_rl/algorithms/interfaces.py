@@ -9,6 +9,7 @@ is ``sum(local terms) / global count``.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -69,3 +70,16 @@ class LossFunction(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the loss of one micro-batch."""
         ...
+
+
+def as_metrics(
+    metrics: Mapping[str, Metric | torch.Tensor | float], device: torch.device
+) -> dict[str, Metric]:
+    """Metrics of a loss as :class:`Metric`; a bare number or tensor is summed, as the documented form means it."""
+    out: dict[str, Metric] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Metric):
+            out[name] = value
+        else:
+            out[name] = Metric(torch.as_tensor(value, device=device, dtype=torch.float32).detach())
+    return out

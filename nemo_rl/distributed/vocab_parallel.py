@@ -98,7 +98,7 @@ class _TokenLogprobs(torch.autograd.Function):
         num_tokens = hidden.shape[0]
         normalizer = hidden.new_empty(num_tokens, dtype=torch.float32)
         chosen = torch.empty_like(normalizer)
-        expected = torch.empty_like(normalizer) if with_entropy else None
+        entropy = torch.empty_like(normalizer) if with_entropy else None
         column, ours = _own_target(targets, projection)
         kept = None
         for start in range(0, num_tokens, chunk):
@@ -108,15 +108,15 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits.div_(temperature)
             normalizer[part] = _log_normalizer(logits, group)
             chosen[part] = logits.gather(-1, column[part].unsqueeze(-1)).squeeze(-1)
-            if expected is not None:
-                probs = (logits - normalizer[part].unsqueeze(-1)).exp_()
-                expected[part] = (probs * logits.masked_fill(probs == 0, 0.0)).sum(dim=-1)
+            if entropy is not None:
+                logprobs = logits - normalizer[part].unsqueeze(-1)
+                probs = logprobs.exp()
+                entropy[part] = -(probs.mul_(logprobs.masked_fill_(probs == 0, 0.0))).sum(dim=-1)
             if num_tokens <= chunk and any(ctx.needs_input_grad[:3]):  # type: ignore[attr-defined]
                 kept = logits  # a single chunk fits the memory bound by itself: no need to compute it again
         chosen = _all_reduce(chosen.masked_fill_(~ours, 0.0), dist.ReduceOp.SUM, group)
-        entropy = None
-        if expected is not None:
-            entropy = normalizer - _all_reduce(expected, dist.ReduceOp.SUM, group)
+        if entropy is not None:
+            _all_reduce(entropy, dist.ReduceOp.SUM, group)
         ctx.save_for_backward(hidden, weight, bias, column, ours, normalizer, entropy, kept)
         ctx.settings = (projection, temperature, chunk)  # type: ignore[attr-defined]
         return chosen - normalizer, entropy

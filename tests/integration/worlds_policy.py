@@ -16,6 +16,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from nemo_rl.algorithms.interfaces import LossFunction
+from nemo_rl.distributed.vocab_parallel import (
+    Projection,
+    gather_logits,
+    logprobs_from_logits,
+    token_logprobs,
+    top_k_logits,
+)
 from nemo_rl.models.megatron.engine import MegatronEngine
 from nemo_rl.models.policy.engine import OptimStep
 from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorkerImpl
@@ -119,3 +126,60 @@ def replicated_gradients(worker: MegatronPolicyWorkerImpl) -> dict[str, Tensor]:
         for name, parameter in worker.engine.models()[0].named_parameters()
         if not getattr(parameter, "tensor_model_parallel", False)
     }
+
+
+def vocab_parallel(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -> dict[str, Tensor]:
+    """Everything in `distributed.vocab_parallel` on this rank's rows of `weight`."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    vocab = weight.shape[0]
+    rows = -(-vocab // size)
+    padded = torch.nn.functional.pad(weight, (0, 0, 0, rows * size - vocab))
+    own = padded[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    hidden = hidden.clone().requires_grad_()
+    projection = Projection(own, rank * rows, vocab)
+    logprobs, entropies = token_logprobs(
+        hidden, projection, targets, temperature=0.7, tp_group=group, chunk_size=chunk, with_entropy=True
+    )
+    assert entropies is not None
+    scale = torch.linspace(0.5, 2.0, targets.shape[0])
+    grad_hidden, grad_weight = torch.autograd.grad((logprobs * scale + entropies).sum(), (hidden, own))
+    logits = (projection(hidden.detach()) / 0.7).requires_grad_()
+    from_logits = logprobs_from_logits(logits, targets, tp_rank=rank, tp_group=group)
+    (grad_logits,) = torch.autograd.grad(from_logits.sum(), logits)
+    return {
+        "logprobs": logprobs.detach(),
+        "entropies": entropies.detach(),
+        "grad_hidden": grad_hidden,
+        "grad_weight": grad_weight,
+        "from_logits": from_logits.detach(),
+        "grad_logits": grad_logits,
+        "top_indices": top_k_logits(hidden, projection, 4, tp_group=group, chunk_size=chunk)[1],
+        "gathered": gather_logits(projection(hidden.detach()), vocab, group),
+    }
+
+
+def vocab_parallel_memory(tokens: int, vocab: int, chunk: int, entropy: bool) -> dict[str, int]:
+    """Peak of what one forward and backward allocates, from the profiler's running total."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD if size > 1 else None
+    width = 8
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(vocab // size, width, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,))
+    dist.broadcast(targets, src=0)
+    projection = Projection(weight, rank * vocab // size, vocab)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        logprobs, entropies = token_logprobs(
+            hidden, projection, targets, tp_group=group, chunk_size=chunk, with_entropy=entropy
+        )
+        value = logprobs.sum() if entropies is None else (logprobs + entropies).sum()
+        value.backward()
+    total = peak = 0
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        if event.name == "[memory]":
+            total += event.cpu_memory_usage
+            peak = max(peak, total)
+    fixed = 16 * tokens * 4 + 2 * (hidden.numel() + weight.numel()) * 4
+    return {"peak_bytes": peak, "fixed_bytes": fixed}

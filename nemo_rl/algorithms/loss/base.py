@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from nemo_rl.algorithms.interfaces import LossInputType, LossType, Metric
+from nemo_rl.distributed.vocab_parallel import logprobs_from_logits
 
 
 class TokenLogprobLoss:
@@ -35,13 +37,19 @@ class TokenLogprobLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Metric]]:
         """Compute the loss of one micro-batch; see the class for the two forms."""
-        if args and isinstance(args[0], Tensor):
-            logits, *rest = args
-            data = rest[0] if rest else kwargs["data"]
-            return self(*rest, token_logprobs=logits_to_token_logprobs(logits, data["input_ids"]), **kwargs)
         if "next_token_logits" in kwargs:
-            return self(kwargs.pop("next_token_logits"), *args, **kwargs)
-        return self.compute(kwargs.pop("token_logprobs"), *args, **kwargs)
+            args = (kwargs.pop("next_token_logits"), *args)
+        if not (args and isinstance(args[0], Tensor)):
+            return self.compute(kwargs.pop("token_logprobs"), *args, **kwargs)
+        logits, *rest = args
+        rank, group, cp_group = (kwargs.pop(name, None) for name in _PARALLEL_ARGUMENTS)
+        if cp_group is not None and cp_group.size() > 1:
+            raise NotImplementedError(
+                "logits split over context parallelism; pass token_logprobs [B, S] instead"
+            )
+        data = rest[0] if rest else kwargs["data"]
+        logprobs = logits_to_token_logprobs(logits, data["input_ids"], rank or 0, group)
+        return self.compute(logprobs, *rest, **kwargs)
 
     @abstractmethod
     def compute(
@@ -55,30 +63,24 @@ class TokenLogprobLoss:
         """Compute the loss from ``token_logprobs`` [B, S]."""
 
 
-def logits_to_token_logprobs(next_token_logits: Tensor, input_ids: Tensor) -> Tensor:
-    """Log-probs of given tokens from whole logits.
+_PARALLEL_ARGUMENTS = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
+
+
+def logits_to_token_logprobs(
+    next_token_logits: Tensor, input_ids: Tensor, tp_rank: int = 0, tp_group: ProcessGroup | None = None
+) -> Tensor:
+    """Log-probs of given tokens from logits.
 
     Args:
-        next_token_logits: [B, S, V]; position i predicts token i + 1.
+        next_token_logits: [B, S, V], or this rank's columns of it; position i predicts token i + 1.
         input_ids: int64 [B, S].
+        tp_rank: this rank's place in ``tp_group``.
+        tp_group: ranks over which the vocabulary is split; None if it is not.
 
     Returns:
         float32 [B, S]: position i is the log-prob of token i, position 0 is 0.
     """
-    logits = next_token_logits[:, :-1].float()
-    chosen = logits.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-    logprobs = chosen - logits.logsumexp(-1)
-    return torch.cat([torch.zeros_like(logprobs[:, :1]), logprobs], dim=1)
-
-
-def as_metrics(
-    metrics: Mapping[str, Metric | Tensor | float | int], device: torch.device
-) -> dict[str, Metric]:
-    """Metrics of a loss as :class:`Metric`; a bare number or tensor is summed, as the documented form means it."""
-    out: dict[str, Metric] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Metric):
-            out[name] = value
-        else:
-            out[name] = Metric(torch.as_tensor(value, device=device, dtype=torch.float32).detach())
-    return out
+    logprobs = logprobs_from_logits(
+        next_token_logits[:, :-1], input_ids[:, 1:], tp_rank=tp_rank, tp_group=tp_group
+    )
+    return torch.nn.functional.pad(logprobs, (1, 0))

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.interfaces import LossFunction, LossInputType, Metric
-from nemo_rl.algorithms.loss.base import as_metrics
+from nemo_rl.algorithms.interfaces import LossFunction, LossInputType, Metric, as_metrics
 from nemo_rl.distributed.parallel_dims import ParallelDims
 from nemo_rl.distributed.vocab_parallel import Projection, gather_logits, token_logprobs, top_k_logits
 from nemo_rl.models.policy.microbatch import Microbatch, Selection
