@@ -380,6 +380,12 @@ class MegatronConfig(ConfigModel):
                 "or optimizer.use_distributed_optimizer=true",
                 ("optimizer.use_distributed_optimizer",),
             )
+        if self.optimizer.optimizer == "sgd" and self.optimizer.use_distributed_optimizer:
+            yield Violation(
+                "optimizer.use_distributed_optimizer",
+                "megatron-core shards Adam only; set it to false for optimizer=sgd",
+                ("optimizer.optimizer",),
+            )
         yield from self._schedule_violations()
 
     def _schedule_violations(self) -> Iterator[Violation]:
