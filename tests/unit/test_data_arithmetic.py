@@ -13,6 +13,7 @@ OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b
 
 
 def problems(dataset):
+    """(a, op, b, answer) of each row of two terms."""
     found = []
     for row in dataset:
         user, assistant = row["messages"]
@@ -73,10 +74,10 @@ def test_formats():
         min_operand=7,
         max_operand=7,
         operations="*",
-        prompt_format="What is {a} {op} {b}?",
+        prompt_format="What is {expression}?",
         answer_format="<{answer}>",
     )[0]
-    assert [message["content"] for message in row["messages"]] == ["What is 7 * 7?", "<49>"]
+    assert [message["content"] for message in row["messages"]] == ["What is 7*7?", "<49>"]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,25 @@ def test_formats():
         ({"min_operand": 5, "max_operand": 4}, "min_operand"),
         ({"max_operand": 3, "num_examples": 100}, "max_operand"),
         ({"split": "test"}, "split"),
+        ({"num_terms": 1}, "num_terms"),
+        ({"prompt_format": "{a}"}, "prompt_format"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, message):
     with pytest.raises(ValueError, match=message):
         ArithmeticDataset(**arguments)
+
+
+def test_more_terms():
+    rows = ArithmeticDataset(operations="+-*", num_terms=4, min_operand=-3, max_operand=5, num_examples=300)
+    for row in rows:
+        question, answer = (message["content"] for message in row["messages"])
+        assert re.fullmatch(r"[-+*()\d]+=", question)
+        assert eval(question[:-1]) == int(answer)
+    parts = [
+        {tuple(sorted(p.operands)) for p in ArithmeticDataset(part, num_terms=3, max_operand=9).problems}
+        for part in ("train", "validation")
+    ]
+    assert parts[0]
+    assert parts[1]
+    assert not parts[0] & parts[1]

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """``dataset_name: arithmetic``: arithmetic problems made on the fly, without a download.
 
-A problem is in training or in validation by a hash of the problem itself. The two parts are therefore
-disjoint whatever the seeds, ranges or sizes of the two data sets are, and ``3+5`` never stands in one part
-while ``5+3`` stands in the other.
+A problem is in training or in validation by a hash of the problem itself. The two parts are therefore disjoint
+whatever the seeds, ranges or sizes of the two data sets are, and ``3+5`` never stands in one part while ``5+3`` stands
+in the other.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from nemo_rl.utils.hashing import hash64
 
 Split = Literal["train", "validation"]
-Problem = tuple[int, str, int]
 
 OPERATIONS = ("+", "-", "*")
 VALIDATION_SHARE = 8
@@ -27,18 +27,51 @@ ENUMERATED = 1 << 18
 DEFAULT_NUM_EXAMPLES = 50_000
 
 
+@dataclass(frozen=True)
+class Problem:
+    """``operands[0] operations[0] operands[1] operations[1] ...``; ``*`` binds more tightly than ``+`` and ``-``."""
+
+    operands: tuple[int, ...]
+    operations: tuple[str, ...]
+
+    @property
+    def expression(self) -> str:
+        """The problem as text, such as ``3+8*5``; negative operands stand in brackets."""
+        texts = [str(value) if value >= 0 else f"({value})" for value in self.operands]
+        return texts[0] + "".join(op + text for op, text in zip(self.operations, texts[1:], strict=True))
+
+    @property
+    def answer(self) -> int:
+        """The value."""
+        total, product = 0, self.operands[0]
+        for op, value in zip(self.operations, self.operands[1:], strict=True):
+            if op == "*":
+                product *= value
+            else:
+                total, product = total + product, value if op == "+" else -value
+        return total + product
+
+    @property
+    def is_validation(self) -> bool:
+        """Whether it is a validation problem; sums and products of the same operands in any order go together."""
+        operands: Sequence[int] = self.operands
+        if set(self.operations) in ({"+"}, {"*"}):
+            operands = sorted(operands)
+        return hash64("arithmetic", "".join(self.operations), *operands) % VALIDATION_SHARE == 0
+
+
 class ArithmeticDataset(Sequence[dict[str, Any]]):
-    """Rows ``{"messages": [user, assistant], "task_name": ...}`` of one part; each problem occurs at most
-    once.
+    """Rows ``{"messages": [user, assistant], "task_name": ...}`` of one part; each problem occurs at most once.
 
     Args:
         split: Which part.
-        operations: Subset of ``+ - *``, as a string or a list.
+        operations: Subset of ``+ - *``, as a string or a list; each place between operands takes any of them.
+        num_terms: Operands of a problem.
         min_operand: Smallest operand.
         max_operand: Largest operand.
         num_examples: Rows; ``None`` takes all problems of this part, at most :data:`DEFAULT_NUM_EXAMPLES`.
         seed: Order of the rows, and which problems are taken if not all are.
-        prompt_format: Text of the prompt, with ``{a}``, ``{op}`` and ``{b}``.
+        prompt_format: Text of the prompt, with ``{expression}``.
         answer_format: Text of the assistant's message, with ``{answer}``.
         task_name: Name that the rows carry.
 
@@ -51,94 +84,106 @@ class ArithmeticDataset(Sequence[dict[str, Any]]):
         split: Split = "train",
         *,
         operations: str | Sequence[str] = "+",
+        num_terms: int = 2,
         min_operand: int = 0,
         max_operand: int = 99,
         num_examples: int | None = None,
         seed: int = 42,
-        prompt_format: str = "{a}{op}{b}=",
+        prompt_format: str = "{expression}=",
         answer_format: str = "{answer}",
         task_name: str = "math",
     ) -> None:
-        unknown = [op for op in operations if op not in OPERATIONS]
-        if unknown or not operations:
+        if not operations or any(op not in OPERATIONS for op in operations):
             raise ValueError(
                 f"data kwargs.operations={operations!r} must be a choice of {' '.join(OPERATIONS)}"
             )
+        if num_terms < 2:
+            raise ValueError(f"data kwargs.num_terms={num_terms} must be 2 or more")
         if min_operand > max_operand:
             raise ValueError(
                 f"data kwargs.min_operand={min_operand} must not exceed max_operand={max_operand}"
             )
         if split not in ("train", "validation"):
             raise ValueError(f"data split={split!r} of the arithmetic data set must be train or validation")
+        for name, text, field in (
+            ("prompt_format", prompt_format, "{expression}"),
+            ("answer_format", answer_format, "{answer}"),
+        ):
+            if field not in text:
+                raise ValueError(f"data kwargs.{name}={text!r} must contain {field}")
         self.split = split
         self.prompt_format = prompt_format
         self.answer_format = answer_format
         self.task_name = task_name
-        self._problems = _choose(
-            tuple(dict.fromkeys(operations)), min_operand, max_operand, split, num_examples, seed
+        self.problems = _choose(
+            _Range(tuple(dict.fromkeys(operations)), num_terms, min_operand, max_operand),
+            split,
+            num_examples,
+            seed,
         )
 
     def __len__(self) -> int:
-        return len(self._problems)
+        return len(self.problems)
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
-        a, op, b = self._problems[index]
-        answer = self.answer_format.format(answer=solve(a, op, b))
+        problem = self.problems[index]
         return {
             "messages": [
-                {"role": "user", "content": self.prompt_format.format(a=a, op=op, b=b)},
-                {"role": "assistant", "content": answer},
+                {"role": "user", "content": self.prompt_format.replace("{expression}", problem.expression)},
+                {"role": "assistant", "content": self.answer_format.replace("{answer}", str(problem.answer))},
             ],
             "task_name": self.task_name,
         }
 
 
-def solve(a: int, op: str, b: int) -> int:
-    """The answer of a problem."""
-    return {"+": a + b, "-": a - b, "*": a * b}[op]
+@dataclass(frozen=True)
+class _Range:
+    """All problems of one shape, numbered."""
+
+    operations: tuple[str, ...]
+    num_terms: int
+    low: int
+    high: int
+
+    @property
+    def total(self) -> int:
+        return (self.high - self.low + 1) ** self.num_terms * len(self.operations) ** (self.num_terms - 1)
+
+    def problem(self, index: int) -> Problem:
+        operands, operations = [], []
+        for _ in range(self.num_terms):
+            index, offset = divmod(index, self.high - self.low + 1)
+            operands.append(self.low + offset)
+        for _ in range(self.num_terms - 1):
+            index, place = divmod(index, len(self.operations))
+            operations.append(self.operations[place])
+        return Problem(tuple(operands), tuple(operations))
 
 
-def is_validation_problem(a: int, op: str, b: int) -> bool:
-    """Whether a problem is a validation problem; operands of ``+`` and ``*`` may be swapped."""
-    first, second = (a, b) if op == "-" else (min(a, b), max(a, b))
-    return hash64("arithmetic", op, first, second) % VALIDATION_SHARE == 0
-
-
-def _choose(
-    operations: tuple[str, ...], low: int, high: int, split: Split, num_examples: int | None, seed: int
-) -> list[Problem]:
+def _choose(shape: _Range, split: Split, num_examples: int | None, seed: int) -> list[Problem]:
     wanted = DEFAULT_NUM_EXAMPLES if num_examples is None else num_examples
     chosen: list[Problem] = []
-    for problem in _shuffled(operations, low, high, seed):
+    for index in _shuffled(shape.total, seed):
         if len(chosen) == wanted:
             break
-        if is_validation_problem(*problem) == (split == "validation"):
+        problem = shape.problem(index)
+        if problem.is_validation == (split == "validation"):
             chosen.append(problem)
     if not chosen or (num_examples is not None and len(chosen) < num_examples):
         raise ValueError(
-            f"the arithmetic data set has {len(chosen)} {split} problems with operands {low}..{high} and "
-            f"operations {''.join(operations)}, not {num_examples}; lower num_examples or "
-            "raise kwargs.max_operand"
+            f"the arithmetic data set has {len(chosen)} {split} problems with {shape.num_terms} operands "
+            f"{shape.low}..{shape.high} and operations {''.join(shape.operations)}, not {num_examples}; lower "
+            "num_examples or raise kwargs.max_operand"
         )
     return chosen
 
 
-def _shuffled(operations: tuple[str, ...], low: int, high: int, seed: int) -> Iterator[Problem]:
-    """Every problem once, in an order that depends only on the arguments."""
+def _shuffled(total: int, seed: int) -> Iterator[int]:
+    """Numbers below ``total`` in an order that depends only on the arguments, each at most once."""
     rng = random.Random(seed)
-    width = high - low + 1
-    total = len(operations) * width * width
     if total <= ENUMERATED:
-        order: Iterator[int] = iter(rng.sample(range(total), total))
-    else:
-        order = _draw_without_repeats(rng, total)
-    for index in order:
-        rest, op = divmod(index, len(operations))
-        a, b = divmod(rest, width)
-        yield low + a, operations[op], low + b
-
-
-def _draw_without_repeats(rng: random.Random, total: int) -> Iterator[int]:
+        yield from rng.sample(range(total), total)
+        return
     seen: set[int] = set()
     while len(seen) < total // 2:  # past half, repeats would make drawing slow; nobody asks for so many rows
         index = rng.randrange(total)
