@@ -68,12 +68,12 @@ class BatchPlan:
         return self.rows_per_step // self.global_batch_size
 
     def __str__(self) -> str:
-        layout = f"{self.world_size} workers = TP {self.tensor} x PP {self.pipeline}"
+        plural = "s" if self.world_size > 1 else ""
+        layout = f"{self.world_size} worker{plural} = TP {self.tensor} x PP {self.pipeline}"
         layout += f" x CP {self.context}" if self.context > 1 else ""
-        step = (
-            f"{self.prompts} prompts x {self.generations} generations = {self.rows_per_step} rows per step = "
-        )
-        step += f"{self.updates_per_step} x global batch {self.global_batch_size}"
+        group = f"{self.prompts} prompts x {self.generations} generations = " if self.generations > 1 else ""
+        updates = f"{self.updates_per_step} x global batch {self.global_batch_size}"
+        step = f"{group}{self.rows_per_step} rows per step = {updates}"
         return (
             f"{layout} x DP {self.data_parallel}; {step}; global batch {self.global_batch_size} = "
             f"DP {self.data_parallel} x micro-batch {self.micro_batch_size} x accumulation {self.accumulation}"

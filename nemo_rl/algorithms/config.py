@@ -172,9 +172,6 @@ class GRPOConfig(ConfigModel):
     adv_estimator: AdvEstimatorConfig = Field(
         default_factory=AdvEstimatorConfig, description="How rewards become advantages."
     )
-    shuffle_rewards: bool = Field(
-        False, description="Permute the rewards of a step among its rows: a control run that must not learn."
-    )
     deduplicate_multimodal_data: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="Send equal media once."
     )
