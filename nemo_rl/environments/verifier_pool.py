@@ -73,7 +73,10 @@ class VerifierPool:
         self._workers: list[_Worker] = []
 
     def start(self) -> None:
-        """Start all processes; returns before they are ready."""
+        """Start all processes, and those anew that died in the meantime; returns before they are ready."""
+        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
+            worker.kill()
+            self._workers.remove(worker)
         while len(self._workers) < self.num_workers:
             self._workers.append(_Worker(self.command))
 
