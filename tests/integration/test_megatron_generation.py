@@ -331,6 +331,21 @@ def test_layouts_are_real(paths: dict[str, str]) -> None:
     assert any("send" in name for name in names[2])
 
 
+def test_kv_memory_is_bounded(paths: dict[str, str]) -> None:
+    """2 layers x 2 KV heads x 8 x (K, V) x 4 bytes = 256 bytes a token; 48 tokens a row: room for 3 of 9 rows."""
+    calls = [{"data": prompts(9), "greedy": True}]
+    base = _engine(None)
+    (free,) = run_world(1, WORLD, path=paths["llama"], calls=calls, config=base)
+    small = base | {"mcore_generation_config": {"buffer_size_gb": 3.5 * 48 * 256 / 1e9}}
+    (bounded,) = run_world(1, WORLD, path=paths["llama"], calls=calls, config=small)
+    assert free[0]["cache_bytes"] == 9 * 48 * 256
+    assert bounded[0]["cache_bytes"] == 3 * 48 * 256
+    assert torch.equal(bounded[0]["output_ids"], free[0]["output_ids"])
+    none = base | {"mcore_generation_config": {"buffer_size_gb": 1e-6}}
+    with pytest.raises(WorldError, match=r"buffer_size_gb=1e-06 holds no 1 rows of 48 tokens; 1.23e-05 does"):
+        run_world(1, WORLD, path=paths["llama"], calls=calls, config=none)
+
+
 def test_bad_input_says_what_to_do(paths: dict[str, str]) -> None:
     empty = prompts(2) | {"input_lengths": torch.tensor([3, 0])}
     with pytest.raises(WorldError, match=r"input_lengths\[1\] is 0.*BOS"):

@@ -54,7 +54,9 @@ class MCoreGenerationConfig(ConfigModel):
     inference_cuda_graph_scope: Annotated[str, _ENGINE] = Field(
         "block", description="Scope of the CUDA graphs."
     )
-    buffer_size_gb: Annotated[float, _ENGINE] = Field(10, description="KV memory of mcore's engine.")
+    buffer_size_gb: float = Field(
+        10.0, gt=0, description="Most KV memory per rank; fewer rows are decoded at a time if they need more."
+    )
     num_cuda_graphs: Annotated[int, _ENGINE] = Field(4, description="Number of CUDA graphs.")
     block_size_tokens: Annotated[int, _ENGINE] = Field(256, description="Tokens of a KV block.")
     use_cuda_graphs_for_non_decode_steps: Annotated[bool, _ENGINE] = Field(

@@ -5,6 +5,7 @@ processes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from nemo_rl.models.generation.megatron.kv_cache import SlotKVCache
 from nemo_rl.models.generation.megatron.sampling import row_seeds
 from nemo_rl.models.generation.megatron.stages import StageRunner
 from nemo_rl.models.generation.megatron.stopping import TokenDecoder, stop_strings_of_rows
+
+_logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_SLOTS = 256
 _FIRST_CAPACITY = 256  # positions a slot beyond the prompts; doubled when a row gets longer
@@ -171,17 +174,48 @@ class MegatronGenerator:
         return row_seeds(self._stages.share(base)[0] + replica, num_rows)
 
     def _run(self, request: GenerationRequest) -> Responses:
-        num_rows = sum(limit > 0 for limit in request.limits)
-        slots = self._config.mcore_generation_config.num_slots or _round_up(_DEFAULT_MAX_SLOTS, self._dims.tp)
-        slots = min(slots, _round_up(max(num_rows, 1), self._dims.tp))
-        longest = max((length for length in request.lengths), default=1)
-        limit = max(request.limits, default=0)
-        capacity = _round_up(longest + min(limit, _FIRST_CAPACITY), 16 * self._dims.tp)
+        active = [(n, limit) for n, limit in zip(request.lengths, request.limits, strict=True) if limit > 0]
+        unit = 16 * self._dims.tp  # a padded prompt fits, whatever sequence parallelism rounds it up to
+        slots = self._num_slots(
+            len(active), _round_up(max((n + limit for n, limit in active), default=1), unit)
+        )
+        capacity = _round_up(max((n + min(limit, _FIRST_CAPACITY) for n, limit in active), default=1), unit)
         if self._cache is None or self._cache.num_slots != slots:
             self._cache = SlotKVCache(slots, capacity)
         self._cache.reserve(capacity)
         decoder = self._decoder if any(request.stop_strings) else None
         return DecodeLoop(self._stages, self._cache, request, self._stop_table, decoder).run()
+
+    def _num_slots(self, num_rows: int, positions: int) -> int:
+        """Rows decoded at a time: as configured, no more than there are, and than `buffer_size_gb` holds.
+
+        Args:
+            num_rows: rows of the call.
+            positions: positions that the longest of them can take.
+        """
+        engine, tp = self._config.mcore_generation_config, self._dims.tp
+        slots = min(engine.num_slots or _round_up(_DEFAULT_MAX_SLOTS, tp), _round_up(max(num_rows, 1), tp))
+        row_bytes = positions * self._position_bytes()
+        fitting = int(engine.buffer_size_gb * 1e9 / row_bytes) // tp * tp
+        if fitting == 0:
+            raise ValueError(
+                f"policy.generation.mcore_generation_config.buffer_size_gb={engine.buffer_size_gb} holds no {tp} "
+                f"rows of {positions} tokens; {tp * row_bytes / 1e9:.3g} does, or lower "
+                "policy.generation.max_new_tokens or policy.max_total_sequence_length"
+            )
+        if fitting < slots:
+            _logger.info(
+                "decoding %d rows at a time instead of %d: buffer_size_gb=%s holds no more rows of %d tokens",
+                fitting, slots, engine.buffer_size_gb, positions,
+            )  # fmt: skip
+        return min(slots, fitting)
+
+    def _position_bytes(self) -> int:
+        """Keys and values of one token on the rank with the most layers."""
+        config = self._chunks[0].config
+        layers = -(-config.num_layers // self._dims.pp)
+        heads = -(-config.num_query_groups // self._dims.tp)
+        return 2 * layers * heads * config.kv_channels * config.params_dtype.itemsize
 
     def _output(
         self, request: GenerationRequest, responses: Responses
