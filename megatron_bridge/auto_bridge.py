@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from megatron_bridge.errors import CheckpointError, UnsupportedModelError
 from megatron_bridge.export import HFWeight, export_weights, hf_specs
 from megatron_bridge.hf_io import HFCheckpoint, ShardedWriter, atomic_directory, copy_companions, parse_size
 from megatron_bridge.load import load_weights
-from megatron_bridge.mapping.base import Geometry
+from megatron_bridge.mapping.base import Geometry, Shard
 from megatron_bridge.plan import ParamTask, build_plan, groups_of, unwrap
 from megatron_bridge.platform import prepare_platform
 from megatron_bridge.provider import ModelProvider
@@ -102,18 +102,25 @@ class AutoBridge:
         return chunks
 
     def load_hf_weights(
-        self, chunks: Sequence[nn.Module], path: str | os.PathLike[str] | None = None
+        self,
+        chunks: Sequence[nn.Module],
+        path: str | os.PathLike[str] | None = None,
+        track: Callable[[Sequence[ParamTask]], Iterable[ParamTask]] = iter,
     ) -> None:
         """Fills the chunks from the model's directory (or another one of the same shapes). Collective over pipelines.
+
+        Args:
+            chunks: this rank's model chunks, wrapped or not.
+            path: another HuggingFace directory.
+            track: wraps the list of parameters, for progress display.
 
         Raises:
             CheckpointError: names tensors that are missing, unused or misshapen, or a file that is damaged.
         """
         groups = groups_of(unwrap(chunks[0]))
         geometry = self._geometry(chunks)
-        load_weights(
-            self.plan(chunks), self._weights(path), self.family, geometry, groups.tp_rank, groups.tp_size
-        )
+        shard = Shard(geometry, groups.tp_rank, groups.tp_size)
+        load_weights(self.plan(chunks), self._weights(path), self.family, shard, track)
 
     # -- export --------------------------------------------------------------------------------------------------------
 
@@ -150,22 +157,31 @@ class AutoBridge:
         path: str | os.PathLike[str],
         dtype: torch.dtype | None = None,
         max_shard_size: str | int = "5GB",
+        track: Callable[[Iterator[HFWeight], int], Iterable[HFWeight]] = lambda stream, total: stream,
     ) -> None:
         """Writes a HuggingFace directory that appears complete or not at all. Collective over all ranks of the world.
 
         Config, tokenizer, chat template, generation config and custom code are copied from the source directory.
         Global rank 0 writes. An existing non-empty directory is refused.
 
+        Args:
+            chunks: this rank's model chunks, wrapped or not.
+            path: new directory.
+            dtype: of the files; None keeps the parameters'.
+            max_shard_size: upper bound of one file, in bytes or like "5GB".
+            track: wraps (stream, number of tensors), for progress display.
+
         Raises:
             CheckpointError: on every rank, if writing failed on rank 0.
         """
         writes = not dist.is_initialized() or dist.get_rank() == 0
         specs = self.hf_weight_specs(chunks, dtype)
+        limit = parse_size(max_shard_size)
         stream = self.export_hf_weights(chunks, dtype)
         failure: BaseException | None = None
         if writes:
             try:
-                self._write_directory(stream, specs, Path(path), parse_size(max_shard_size))
+                self._write_directory(track(stream, len(specs)), specs, Path(path), limit)
             except (OSError, ValueError) as error:
                 failure = error
         for _ in stream:  # the other ranks, and rank 0 after a failure, still take part in the collectives
@@ -179,7 +195,7 @@ class AutoBridge:
 
     def _write_directory(
         self,
-        stream: Iterator[HFWeight],
+        stream: Iterable[HFWeight],
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]],
         path: Path,
         max_shard_bytes: int,
@@ -203,6 +219,11 @@ class AutoBridge:
         provider = ModelProvider(self.config, self.family)
         provider.tensor_model_parallel_size = groups_of(unwrap(chunks[0])).tp_size
         return provider.geometry
+
+    def weights_dtype(self) -> torch.dtype:
+        """The dtype of the weights in the model's directory."""
+        checkpoint = self._weights(None)
+        return checkpoint[checkpoint.names[0]].dtype
 
     def _weights(self, path: str | os.PathLike[str] | None) -> HFCheckpoint:
         if path is not None:

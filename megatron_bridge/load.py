@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from megatron_bridge.errors import CheckpointError
 from megatron_bridge.export import hf_specs
 from megatron_bridge.hf_io import HFCheckpoint
 from megatron_bridge.mapping import patterns
-from megatron_bridge.mapping.base import Geometry, Shard
+from megatron_bridge.mapping.base import Shard
 from megatron_bridge.plan import ParamTask
 from megatron_bridge.registry import Family
 
@@ -21,9 +21,8 @@ def load_weights(
     tasks: Sequence[ParamTask],
     checkpoint: HFCheckpoint,
     family: Family,
-    geometry: Geometry,
-    rank: int,
-    size: int,
+    shard: Shard,
+    track: Callable[[Sequence[ParamTask]], Iterable[ParamTask]] = iter,
 ) -> None:
     """Fills this rank's parameters.
 
@@ -31,20 +30,18 @@ def load_weights(
         tasks: the plan of the whole model.
         checkpoint: where to read.
         family: for the tensors that may be ignored.
-        geometry: sizes.
-        rank: tensor-parallel rank.
-        size: tensor-parallel ranks.
+        shard: this rank's share.
+        track: wraps the list of tasks, for progress display.
 
     Raises:
         CheckpointError: names tensors that are missing, not used, or of another shape.
     """
     check_names(tasks, checkpoint, family)
-    shard = Shard(geometry, rank, size)
-    for task in tasks:
+    for task in track(tasks):
         if task.local is None:
             continue
         sources = {name: checkpoint[name] for name in task.mapping.hf}
-        for name, (shape, _) in hf_specs(task, geometry, size).items():
+        for name, (shape, _) in hf_specs(task, shard.geometry, shard.size).items():
             if sources[name].shape != shape:
                 raise CheckpointError(
                     f"{checkpoint.file_of(name)}: {name} has shape {sources[name].shape}, "

@@ -15,12 +15,16 @@ _WARNINGS = (
     r"Transformer Engine and Apex are not installed",
     r"Apex is not installed\. Falling back to Torch Norm",
     r"full scope is deprecated\. Use empty cuda_graph_modules",
+    r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
+    r"The argument order of load has been changed",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
     r".*torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base)",
 )
 _CPU_WARNINGS = (
     r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
 )
 _LOG_LINES = {
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",
     "torch.utils.cpp_extension": "No CUDA runtime is found",

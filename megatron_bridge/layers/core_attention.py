@@ -66,6 +66,7 @@ class CoreAttention(MegatronModule):
         if not self.training or self.dropout == 0.0:
             return attend(query, key, value, meta, softmax_scale=self.softmax_scale)
         # Heads differ between tensor-parallel ranks, so their dropout must too. Sequence parallelism forks outside.
-        fork = nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork()
-        with fork:
+        tracker = get_cuda_rng_tracker()
+        assert tracker is not None
+        with nullcontext() if self.config.sequence_parallel else tracker.fork():
             return attend(query, key, value, meta, softmax_scale=self.softmax_scale, dropout_p=self.dropout)

@@ -8,6 +8,7 @@ to record: half of a decode step on a CPU. The arithmetic is the same, to the bi
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -33,7 +34,9 @@ class ColumnLinear(ColumnParallelLinear):
             return super().forward(input_, weight, runtime_gather_output)
         if self.sequence_parallel:
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        output = torch.matmul(input_, (self.weight if weight is None else weight).t())
+        weight = self.weight if weight is None else weight
+        assert weight is not None
+        output = F.linear(input_, weight)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None else output + self.bias), None
@@ -42,14 +45,14 @@ class ColumnLinear(ColumnParallelLinear):
 class RowLinear(RowParallelLinear):
     """Linear layer split by input features."""
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         """Input [s, b, features / tp] to ([s (/ tp with sequence parallelism), b, h], bias to be added later)."""
         if torch.is_grad_enabled() or self.explicit_expert_comm or not self.input_is_parallel:
             return super().forward(input_)
-        output = torch.matmul(input_, self.weight.t())
+        output = F.linear(input_, self.weight)
         if self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(output, group=self.tp_group)
-        elif self.tp_group.size() > 1:
+        elif self.tp_group is not None and self.tp_group.size() > 1:
             output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
         if self.skip_bias_add:
             return output, self.bias

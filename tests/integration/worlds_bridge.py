@@ -250,3 +250,38 @@ def dropout_smoke(path: str, input_ids: Tensor, tp: int, recompute: str | None) 
         "finite": all(bool(g.isfinite().all()) for g in first.values()),
         "gradients": first,
     }
+
+
+def load_distributed(path: str, checkpoint: str, tp: int, pp: int) -> dict[str, Any]:
+    """A random model filled from a distributed checkpoint of another layout."""
+    from megatron.core import dist_checkpointing
+
+    init_megatron(tp, pp)
+    bridge, chunks = build(path, tp, pp, load_weights=False)
+    state = {k: v for k, v in chunks[0].sharded_state_dict().items() if not k.endswith("_extra_state")}
+    chunks[0].load_state_dict(dist_checkpointing.load(state, checkpoint), strict=False)
+    source = load_file(Path(path) / "model.safetensors")
+    exported = {name: tensor.clone() for name, tensor in bridge.export_hf_weights(chunks)}
+    padding = 0.0
+    for name, parameter in named_parameters(chunks):
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            rank = torch.distributed.get_rank() % tp
+            padding += parameter[max(0, 97 - rank * parameter.shape[0]) :].abs().sum().item()
+    return {
+        "wrong": [name for name, tensor in source.items() if not torch.equal(exported[name], tensor)],
+        "padding": padding,
+    }
+
+
+def save_distributed(path: str, checkpoint: str, tp: int, pp: int) -> None:
+    """Doubles every weight and saves a distributed checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    init_megatron(tp, pp)
+    _, chunks = build(path, tp, pp)
+    for parameter in chunks[0].parameters():
+        parameter.data.mul_(2.0)
+    if torch.distributed.get_rank() == 0:
+        Path(checkpoint).mkdir(parents=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(chunks[0].sharded_state_dict(), checkpoint)
