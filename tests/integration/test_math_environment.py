@@ -122,15 +122,8 @@ def test_environments_of_tasks_share_one_instance():
         create_env("broken", {})
 
 
-@pytest.mark.slow
-def test_the_same_environment_as_a_ray_actor():
-    import ray
-
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        environment = create_env("math", {"num_workers": 1, "timeout_s": 20.0}, as_actor=True)
-        result = step(environment, [("1/2", "0.5"), ("3", "4")])
-        assert result.rewards.tolist() == [1.0, 0.0]
-        environment.shutdown()
-    finally:
-        ray.shutdown()
+def test_the_same_environment_as_a_ray_actor(ray_session):
+    environment = create_env("math", {"num_workers": 1, "timeout_s": 20.0}, as_actor=True)
+    result = step(environment, [("1/2", "0.5"), ("3", "4")])
+    assert result.rewards.tolist() == [1.0, 0.0]
+    environment.shutdown()
