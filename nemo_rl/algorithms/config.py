@@ -15,7 +15,7 @@ from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import MathEnvConfig
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.utils.checkpoint_config import CheckpointingConfig
-from nemo_rl.utils.config_model import ConfigModel, Derived, NotYet, Violation
+from nemo_rl.utils.config_model import ConfigModel, Derived, NotYet, OptionOf, Violation
 from nemo_rl.utils.logger_config import LoggerConfig
 
 
@@ -131,7 +131,9 @@ class GRPOConfig(ConfigModel):
     stop_at_validation_metric: Annotated[str | None, NotYet((None,), "null")] = Field(
         None, description="Metric that ends the run."
     )
-    stop_at_validation_threshold: float | None = Field(None, description="Value at which it does.")
+    stop_at_validation_threshold: Annotated[float | None, OptionOf("grpo.stop_at_validation_metric")] = Field(
+        None, description="Value at which it does."
+    )
     skip_reference_policy_logprobs_calculation: bool = Field(
         False, description="Leave out the reference pass; needs a KL penalty of 0."
     )
@@ -141,10 +143,10 @@ class GRPOConfig(ConfigModel):
     use_dynamic_sampling: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="Sample again until enough groups have spread rewards (DAPO)."
     )
-    dynamic_sampling_max_gen_batches: int = Field(
+    dynamic_sampling_max_gen_batches: Annotated[int, OptionOf("grpo.use_dynamic_sampling")] = Field(
         10, ge=1, description="Batches sampled for a step, at most."
     )
-    batch_multiplier: float = Field(
+    batch_multiplier: Annotated[float, OptionOf("grpo.use_dynamic_sampling")] = Field(
         1.0, gt=0, description="Prompts drawn per prompt needed, with dynamic sampling."
     )
     reward_shaping: RewardShapingConfig = Field(
@@ -229,9 +231,9 @@ class RewardPenaltiesConfig(ConfigModel):
     penalize_malformed_think_tag: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="Penalise malformed thinking tags."
     )
-    token_ids: RewardPenaltyTokenIdsConfig = Field(
-        default_factory=RewardPenaltyTokenIdsConfig, description="Tokens that the penalties look for."
-    )
+    token_ids: Annotated[
+        RewardPenaltyTokenIdsConfig, OptionOf("reward_penalties.penalize_unwanted_tokens")
+    ] = Field(default_factory=RewardPenaltyTokenIdsConfig, description="Tokens that the penalties look for.")
 
 
 class SFTConfig(ConfigModel):

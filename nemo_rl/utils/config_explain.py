@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.utils.config_model import ConfigModel, Hint, NotYet, marker
+from nemo_rl.utils.config_model import ConfigModel, Hint, NotYet, OptionOf, marker
 from nemo_rl.utils.config_schema import branches, schema_keys
 from nemo_rl.utils.config_validate import closest
 
@@ -112,11 +113,13 @@ def _use_lines(uses: list[Use]) -> list[str]:
 
 
 def _status(info: Any) -> Iterator[tuple[str, str]]:
-    limit, hint = marker(info, NotYet), marker(info, Hint)
+    limit, hint, option = marker(info, NotYet), marker(info, Hint), marker(info, OptionOf)
     if limit is not None:
         yield "status", f"not supported yet, except {', '.join(map(_shown, limit.allowed))}; use {limit.use}"
     if hint is not None:
         yield "status", f"performance hint without effect in this version: {hint.why}"
+    if option is not None:
+        yield "status", f"only matters with {option.feature}, which is not supported yet"
 
 
 def _default(info: Any) -> str:
@@ -187,6 +190,19 @@ def find_uses(section: type[ConfigModel], key: str, parents: Sequence[str]) -> l
             for line in _reads(text, wanted)
         )
     return sorted(found, key=lambda use: not use.sure)
+
+
+@functools.cache
+def names_read() -> frozenset[str]:
+    """Give every attribute and every string constant that the packages outside their config classes mention."""
+    found: set[str] = set()
+    for _, path in _sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return frozenset(found)
 
 
 def _sources() -> Iterator[tuple[Path, Path]]:

@@ -44,6 +44,17 @@ class Hint:
 
 
 @dataclass(frozen=True)
+class OptionOf:
+    """Field marker: it only matters with `feature`, which is not supported yet; until then it is accepted and unused.
+
+    Attributes:
+        feature: Dotted key of the feature, as a user writes it.
+    """
+
+    feature: str
+
+
+@dataclass(frozen=True)
 class Derived:
     """A default that is the value of another key, as documented by an interpolation in the exemplars.
 

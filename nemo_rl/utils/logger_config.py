@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from nemo_rl.utils.config_model import ConfigModel, NotYet
+from nemo_rl.utils.config_model import ConfigModel, NotYet, OptionOf
 
 
 class TensorboardConfig(ConfigModel):
@@ -34,17 +34,23 @@ class LoggerConfig(ConfigModel):
     wandb_enabled: Annotated[bool, NotYet((False,), "logger.tensorboard_enabled=true")] = Field(
         False, description="Write to Weights & Biases."
     )
-    wandb: dict[str, Any] | None = Field(None, description="Weights & Biases options.")
+    wandb: Annotated[dict[str, Any] | None, OptionOf("logger.wandb_enabled")] = Field(
+        None, description="Weights & Biases options."
+    )
     swanlab_enabled: Annotated[bool, NotYet((False,), "logger.tensorboard_enabled=true")] = Field(
         False, description="Write to SwanLab."
     )
-    swanlab: dict[str, Any] | None = Field(None, description="SwanLab options.")
+    swanlab: Annotated[dict[str, Any] | None, OptionOf("logger.swanlab_enabled")] = Field(
+        None, description="SwanLab options."
+    )
     mlflow_enabled: Annotated[bool, NotYet((False,), "logger.tensorboard_enabled=true")] = Field(
         False, description="Write to MLflow."
     )
-    mlflow: dict[str, Any] | None = Field(None, description="MLflow options.")
+    mlflow: Annotated[dict[str, Any] | None, OptionOf("logger.mlflow_enabled")] = Field(
+        None, description="MLflow options."
+    )
     monitor_gpus: Annotated[bool, NotYet((False,), "false")] = Field(False, description="Log GPU use.")
-    gpu_monitoring: GPUMonitoringConfig = Field(
+    gpu_monitoring: Annotated[GPUMonitoringConfig, OptionOf("logger.monitor_gpus")] = Field(
         default_factory=GPUMonitoringConfig, description="Options of GPU monitoring."
     )
     num_val_samples_to_print: int = Field(0, ge=0, description="Validation samples shown on the console.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.utils.config_model import ConfigModel, Derived, Hint, NotYet
+from nemo_rl.utils.config_model import ConfigModel, Derived, Hint, NotYet, OptionOf
 
 _ENGINE = Hint("an option of another inference engine; ours has no counterpart")
 
@@ -125,27 +125,33 @@ class GenerationConfig(ConfigModel):
     mcore_generation_config: MCoreGenerationConfig = Field(
         default_factory=MCoreGenerationConfig, description="Engine on the policy's own Megatron model."
     )
-    vllm_cfg: dict[str, Any] | None = Field(
+    vllm_cfg: Annotated[dict[str, Any] | None, OptionOf("policy.generation.backend=vllm")] = Field(
         None, description="Options of the vLLM engine (backend vllm only)."
     )
-    vllm_kwargs: dict[str, Any] | None = Field(
+    vllm_kwargs: Annotated[dict[str, Any] | None, OptionOf("policy.generation.backend=vllm")] = Field(
         None, description="Arguments passed to vLLM (backend vllm only)."
     )
     refit_transport: Annotated[str | None, NotYet((None,), "null")] = Field(
         None, description="How weights reach the engine."
     )
-    refit_cfg: dict[str, Any] | None = Field(None, description="Options of the refit transport.")
-    sglang_cfg: dict[str, Any] | None = Field(None, description="Options of SGLang (backend sglang only).")
-    sglang_server_config: dict[str, Any] | None = Field(
-        None, description="SGLang servers (backend sglang only)."
+    refit_cfg: Annotated[dict[str, Any] | None, OptionOf("policy.generation.refit_transport")] = Field(
+        None, description="Options of the refit transport."
     )
-    sglang_router_config: dict[str, Any] | None = Field(
-        None, description="SGLang router (backend sglang only)."
+    sglang_cfg: Annotated[dict[str, Any] | None, OptionOf("policy.generation.backend=sglang")] = Field(
+        None, description="Options of SGLang (backend sglang only)."
     )
-    trtllm_cfg: dict[str, Any] | None = Field(
+    sglang_server_config: Annotated[dict[str, Any] | None, OptionOf("policy.generation.backend=sglang")] = (
+        Field(None, description="SGLang servers (backend sglang only).")
+    )
+    sglang_router_config: Annotated[dict[str, Any] | None, OptionOf("policy.generation.backend=sglang")] = (
+        Field(None, description="SGLang router (backend sglang only).")
+    )
+    trtllm_cfg: Annotated[dict[str, Any] | None, OptionOf("policy.generation.backend=trtllm")] = Field(
         None, description="Options of TensorRT-LLM (backend trtllm only)."
     )
-    dynamo_cfg: dict[str, Any] | None = Field(None, description="Options of Dynamo (backend dynamo only).")
+    dynamo_cfg: Annotated[dict[str, Any] | None, OptionOf("policy.generation.backend=dynamo")] = Field(
+        None, description="Options of Dynamo (backend dynamo only)."
+    )
     pad_token_id: int | None = Field(
         None, alias="_pad_token_id", description="Padding token; filled in from the tokenizer at run time."
     )

@@ -20,7 +20,7 @@ from nemo_rl.models.policy.megatron_config import (
     MegatronPeftConfig,
     MegatronSchedulerConfig,
 )
-from nemo_rl.utils.config_model import ConfigModel, Derived, Hint, NotYet, Violation
+from nemo_rl.utils.config_model import ConfigModel, Derived, Hint, NotYet, OptionOf, Violation
 
 __all__ = [
     "DTensorConfig",
@@ -249,12 +249,13 @@ class PolicyConfig(ConfigModel):
     refit_buffer_size_gb: Annotated[float | None, Hint("generation reads the policy's own weights")] = Field(
         None, gt=0, description="Buffer of a refit; null chooses."
     )
-    optimizer: PytorchOptimizerConfig | None = Field(
+    optimizer: Annotated[PytorchOptimizerConfig | None, OptionOf("policy.dtensor_cfg.enabled")] = Field(
         None, description="torch optimizer, for the DTensor backend."
     )
-    scheduler: (
-        list[SinglePytorchSchedulerConfig | SinglePytorchMilestonesConfig] | SchedulerMilestones | None
-    ) = Field(None, description="torch schedulers, for the DTensor backend.")
+    scheduler: Annotated[
+        list[SinglePytorchSchedulerConfig | SinglePytorchMilestonesConfig] | SchedulerMilestones | None,
+        OptionOf("policy.dtensor_cfg.enabled"),
+    ] = Field(None, description="torch schedulers, for the DTensor backend.")
     offload_optimizer_for_logprob: bool = Field(
         False, description="Move optimizer state off the device during log-prob passes."
     )
@@ -269,10 +270,18 @@ class PolicyConfig(ConfigModel):
     quant_cfg: Annotated[str | None, NotYet((None,), "null")] = Field(
         None, description="Quantisation-aware training."
     )
-    quant_calib_data: str | None = Field(None, description="Calibration data of quantisation.")
-    quant_calib_size: int | None = Field(None, ge=1, description="Calibration rows of quantisation.")
-    quant_batch_size: int | None = Field(None, ge=1, description="Calibration batch of quantisation.")
-    quant_sequence_length: int | None = Field(None, ge=1, description="Calibration length of quantisation.")
+    quant_calib_data: Annotated[str | None, OptionOf("policy.quant_cfg")] = Field(
+        None, description="Calibration data of quantisation."
+    )
+    quant_calib_size: Annotated[int | None, OptionOf("policy.quant_cfg")] = Field(
+        None, ge=1, description="Calibration rows of quantisation."
+    )
+    quant_batch_size: Annotated[int | None, OptionOf("policy.quant_cfg")] = Field(
+        None, ge=1, description="Calibration batch of quantisation."
+    )
+    quant_sequence_length: Annotated[int | None, OptionOf("policy.quant_cfg")] = Field(
+        None, ge=1, description="Calibration length of quantisation."
+    )
     disable_modelopt_layer_spec: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="Layer spec switch of quantisation."
     )

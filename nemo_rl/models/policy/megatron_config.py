@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_rl.utils.config_model import ConfigModel, Hint, NotYet, Violation
+from nemo_rl.utils.config_model import ConfigModel, Hint, NotYet, OptionOf, Violation
 
 _FUSED = Hint("a fused CUDA kernel; results do not depend on it")
 _MOE = "mixture-of-experts models are not supported yet; leave the key out"
@@ -212,7 +212,9 @@ class MegatronConfig(ConfigModel):
     ] = Field(False, description="Ignore a cached conversion of the HuggingFace weights.")
 
     # Memory
-    empty_unused_memory_level: int = Field(
+    empty_unused_memory_level: Annotated[
+        int, Hint("cached device memory is not freed between passes yet")
+    ] = Field(
         1,
         ge=0,
         le=2,
@@ -226,7 +228,9 @@ class MegatronConfig(ConfigModel):
     fine_grained_activation_offloading: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="Move activations to the CPU."
     )
-    offload_modules: list[str] | None = Field(None, description="Modules whose activations are moved.")
+    offload_modules: Annotated[
+        list[str] | None, OptionOf("policy.megatron_cfg.fine_grained_activation_offloading")
+    ] = Field(None, description="Modules whose activations are moved.")
     clear_memory_caches_before_refit: Annotated[bool, Hint("refit here needs no extra memory")] = Field(
         False, description="Free caches before weights are sent."
     )
@@ -236,16 +240,20 @@ class MegatronConfig(ConfigModel):
     use_fused_linear_logprobs: Annotated[bool, NotYet((False,), "policy.logprob_chunk_size")] = Field(
         False, description="Fused projection and log-prob kernel."
     )
-    fused_linear_logprobs_chunk_size: int = Field(256, ge=1, description="Chunk of the fused kernel.")
+    fused_linear_logprobs_chunk_size: Annotated[
+        int, OptionOf("policy.megatron_cfg.use_fused_linear_logprobs")
+    ] = Field(256, ge=1, description="Chunk of the fused kernel.")
 
     # CUDA graphs
     cuda_graph_impl: Annotated[str, NotYet(("none",), "none")] = Field(
         "none", description="CUDA graph capture."
     )
-    cuda_graph_modules: list[str] = Field(
+    cuda_graph_modules: Annotated[list[str], OptionOf("policy.megatron_cfg.cuda_graph_impl")] = Field(
         default_factory=list, description="Modules captured in CUDA graphs."
     )
-    cuda_graph_warmup_steps: int = Field(3, ge=0, description="Steps before the capture.")
+    cuda_graph_warmup_steps: Annotated[int, OptionOf("policy.megatron_cfg.cuda_graph_impl")] = Field(
+        3, ge=0, description="Steps before the capture."
+    )
     inference_cuda_graph_scope: Annotated[str | None, NotYet((None, "none"), "null")] = Field(
         None, description="CUDA graph scope of generation."
     )
@@ -303,11 +311,15 @@ class MegatronConfig(ConfigModel):
     mtp_num_layers: Annotated[int | None, NotYet((None, 0), "0")] = Field(
         0, ge=0, description="Multi-token prediction layers."
     )
-    mtp_loss_scaling_factor: float = Field(
+    mtp_loss_scaling_factor: Annotated[float, OptionOf("policy.megatron_cfg.mtp_num_layers")] = Field(
         0.0, ge=0, description="Weight of the multi-token prediction loss."
     )
-    mtp_use_repeated_layer: bool = Field(False, description="Share one layer between prediction depths.")
-    mtp_detach_heads: bool = Field(False, description="Stop gradients from the prediction heads.")
+    mtp_use_repeated_layer: Annotated[bool, OptionOf("policy.megatron_cfg.mtp_num_layers")] = Field(
+        False, description="Share one layer between prediction depths."
+    )
+    mtp_detach_heads: Annotated[bool, OptionOf("policy.megatron_cfg.mtp_num_layers")] = Field(
+        False, description="Stop gradients from the prediction heads."
+    )
 
     # Vision and sound
     radio_force_cpe_eval_mode: Annotated[bool | None, NotYet((None, False), "null")] = Field(
