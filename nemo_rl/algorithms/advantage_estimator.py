@@ -163,9 +163,10 @@ def build_advantage_estimator(
                 kl_coef=kl_coef if use_kl_in_reward else 0.0,
                 kl_type=kl_type,
             )
-    raise ValueError(
-        f"grpo.adv_estimator.name={config.name!r} has no estimator; use grpo, gdpo or reinforce_plus_plus"
-    )
+        case _:
+            raise ValueError(
+                f"grpo.adv_estimator.name={config.name!r} has no estimator; use grpo, gdpo or reinforce_plus_plus"
+            )
 
 
 class GRPOAdvantageEstimator:

@@ -267,6 +267,6 @@ def _context_segment(tokenizer: TokenizerType, text: str) -> Segment:
 def _assistant_segment(tokenizer: TokenizerType, text: str, end_id: int | None) -> Segment:
     ids = encode(tokenizer, text)
     closed = end_id is not None and end_id in ids
-    kept = len(ids) - ids[::-1].index(end_id) if closed else len(ids)
+    kept = len(ids) - (ids[::-1].index(end_id) if end_id is not None and closed else 0)
     mask = [1] * kept + [0] * (len(ids) - kept)
     return Segment(role="assistant", text=text, token_ids=ids, loss_mask=mask, closed=closed)

@@ -116,6 +116,11 @@ def message_logs_to_batch(
     )
 
 
+def joined_token_ids(message_log: LLMMessageLogType) -> Tensor:
+    """All tokens of a conversation, int64 [n]."""
+    return torch.cat([cast("Tensor", message["token_ids"]) for message in message_log])
+
+
 def message_text(message_log: LLMMessageLogType, *, sampled: bool) -> str:
     """The text of what was sampled, or of the prompt: all messages before the first sampled one."""
     if sampled:
@@ -137,7 +142,7 @@ def _tokens_of(message: Mapping[str, Any], key: str, message_log: LLMMessageLogT
     length = len(message["token_ids"])
     if key not in message:
         example = next(other[key] for other in message_log if key in other)
-        return torch.zeros(length, dtype=example.dtype)
+        return torch.zeros(length, dtype=cast("Tensor", example).dtype)
     if len(message[key]) != length:
         place = _place(message, message_log)
         raise ValueError(f"message {place} has {length} tokens, but {len(message[key])} values of {key}")

@@ -8,7 +8,7 @@ message is the assistant's, and holds the right answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -117,8 +117,8 @@ def sft_processor(
     bos = tokenizer.bos_token_id
     if add_bos and bos is not None and int(log[0]["token_ids"][0]) != bos:
         first = log[0]
-        first["token_ids"] = torch.cat([torch.tensor([bos]), first["token_ids"]])
-        first["token_loss_mask"] = torch.cat([torch.tensor([0]), first["token_loss_mask"]])
+        for key, value in (("token_ids", bos), ("token_loss_mask", 0)):
+            first[key] = torch.cat([torch.tensor([value]), cast("torch.Tensor", first[key])])
     return _datum(log, max_seq_length, idx, datum_dict, extra_env_info={})
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_rl.data.chat import encode, end_of_turn_id, observation_text
 from nemo_rl.data.interfaces import LLMMessageLogType, TokenizerType
+from nemo_rl.data.llm_message_utils import joined_token_ids
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.experience.environment_step import RowOutcome, step_environments
@@ -142,7 +143,7 @@ def _generate(
     seeds: Tensor | None,
 ) -> list[bool]:
     """Append one sampled message to each row; returns whether each response was cut off by a length limit."""
-    token_rows = [torch.cat([message["token_ids"] for message in row.log]) for row in rows]
+    token_rows = [joined_token_ids(row.log) for row in rows]
     lengths = torch.tensor([len(tokens) for tokens in token_rows], dtype=torch.int64)
     input_ids = torch.full((len(rows), int(lengths.max())), tokenizer.pad_token_id, dtype=torch.int64)
     for index, tokens in enumerate(token_rows):
