@@ -72,7 +72,7 @@ fi
 rm -f .venv/.stamp-base .venv/.stamp-dev
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 echo "setup.sh: installing requirements/$kind.txt (torch and its CUDA libraries are 2 to 3 GB; the first time takes minutes)"
-pip install --quiet --quiet --progress-bar off -r "requirements/$kind.txt"
+pip install --quiet --quiet --progress-bar off --no-compile -r "requirements/$kind.txt"
 pip install --quiet --quiet --no-deps --no-build-isolation --editable .
 pip check >/dev/null || { echo "setup.sh: the installed packages contradict each other:" >&2; pip check >&2; exit 1; }
 stamp >".venv/.stamp-$kind"
