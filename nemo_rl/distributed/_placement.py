@@ -24,6 +24,16 @@ class NodeResources:
     free_gpus: float
 
 
+@dataclass(frozen=True)
+class BundleLocation:
+    """Where one bundle lies: node, the node's address, and the GPU's index on it (None on CPU)."""
+
+    node_id: str
+    address: str
+    bundle_index: int
+    device_index: int | None
+
+
 def bundle_resources(use_gpus: bool) -> dict[str, float]:
     """What one worker bundle reserves."""
     return {"CPU": CPU_SHARE, "GPU": 1.0} if use_gpus else {"CPU": CPU_SHARE}

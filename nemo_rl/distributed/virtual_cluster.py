@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
+import uuid
 
 import ray
 from ray.util.placement_group import (
@@ -21,6 +21,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed._placement import (
+    BundleLocation,
     NodeResources,
     ResourceInsufficientError,
     bundle_resources,
@@ -109,16 +110,6 @@ class GetGPUIDActor:
         )
         visible = [entry.strip() for entry in raylet_sees.split(",") if entry.strip()]
         return visible.index(gpu) if gpu in visible else int(gpu)
-
-
-@dataclass(frozen=True)
-class BundleLocation:
-    """Where one bundle lies: node, the node's address, and the GPU's index on it (None on CPU)."""
-
-    node_id: str
-    address: str
-    bundle_index: int
-    device_index: int | None
 
 
 class RayVirtualCluster:
@@ -250,11 +241,8 @@ class RayVirtualCluster:
         try:
             for index, (count, node) in enumerate(zip(self._counts, nodes, strict=True)):
                 bundle = {**bundle_resources(self.use_gpus), f"node:{node.address}": 0.001}
-                groups.append(
-                    placement_group(
-                        [bundle] * count, strategy="STRICT_PACK", name=f"{self.name or 'cluster'}-node{index}"
-                    )
-                )
+                name = f"{self.name or 'cluster'}-node{index}-{uuid.uuid4().hex[:8]}"
+                groups.append(placement_group([bundle] * count, strategy="STRICT_PACK", name=name))
             for group in groups:
                 if not group.wait(_READY_DEADLINE_S):
                     raise ResourceInsufficientError(
