@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.support import oracle
 from tests.support.models import hf_token_logprobs, tiny_hf_dir, tiny_model
-from tests.support.world import WorldError, run_world
+from tests.support.world import run_world
 
 WORLD = "tests.integration.worlds_generation:generate"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -71,6 +72,26 @@ def _engine(slots: int | None) -> dict[str, Any]:
     }
 
 
+def _policy(path: str, tp: int, pp: int, sp: bool, **generation: Any) -> dict[str, Any]:
+    """A policy section with Adam, a sharded optimizer and both overlaps."""
+    return {
+        "model_name": path,
+        "precision": "float32",
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 4,
+        "max_total_sequence_length": 256,
+        "generation": _engine(12) | {"_pad_token_id": 0} | generation,
+        "megatron_cfg": {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "sequence_parallel": sp,
+            "optimizer": {"optimizer": "adam", "lr": 0.01, "min_lr": 0.01, "use_distributed_optimizer": True},
+            "distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": True},
+        },
+    }
+
+
 WORKER_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2_overlapped_gather": {"dp": 2},
     "tp2_sp": {"tp": 2, "sp": True},
@@ -90,23 +111,7 @@ def test_worker_generates_with_the_weights_it_has_just_trained(
     begins."""
     degrees = WORKER_LAYOUTS[layout]
     tp, pp, dp = (degrees.get(axis, 1) for axis in ("tp", "pp", "dp"))
-    optimizer = {"optimizer": "adam", "lr": 0.01, "min_lr": 0.01, "use_distributed_optimizer": True}
-    config = {
-        "model_name": paths[family],
-        "precision": "float32",
-        "train_global_batch_size": 8,
-        "train_micro_batch_size": 2,
-        "logprob_batch_size": 4,
-        "max_total_sequence_length": 256,
-        "generation": _engine(12) | {"_pad_token_id": 0},
-        "megatron_cfg": {
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "sequence_parallel": degrees.get("sp", False),
-            "optimizer": optimizer,
-            "distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": True},
-        },
-    }
+    config = _policy(paths[family], tp, pp, degrees.get("sp", False))
     data = prompts(64)
     ranks = run_world(
         tp * pp * dp,
@@ -186,6 +191,35 @@ def test_sampled_logprobs_are_the_trainers_at_the_same_temperature(
     (single,) = run_world(1, WORLD, path=paths["qwen3"], calls=calls[:1], config=config)
     assert torch.equal(single[0]["output_ids"], ranks[0][0]["output_ids"])
     assert not torch.equal(ranks[0][0]["output_ids"], ranks[0][1]["output_ids"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [("tp2_sp", "float32"), ("pp2", "float32"), ("single", "bfloat16"), ("tp2_sp", "bfloat16")],
+)
+def test_sampler_and_trainer_of_one_worker_agree(paths: dict[str, str], layout: str, precision: str) -> None:
+    """The worker's own get_logprobs, at the sampling temperature, gives what the sampler reports."""
+    world, degrees = LAYOUTS[layout]
+    layout_arguments = {
+        axis: degrees.get(axis, default) for axis, default in (("tp", 1), ("pp", 1), ("sp", False))
+    }
+    config = _policy(paths["qwen3"], **layout_arguments, temperature=0.6)
+    config |= {"precision": precision}
+    if precision == "bfloat16":
+        config["megatron_cfg"]["pipeline_dtype"] = "bfloat16"
+    data = prompts(24) | {"seeds": torch.arange(24)}
+    for out in run_world(
+        world, "tests.integration.worlds_generation:generate_and_score", config=config, data=data
+    ):
+        drawn = out["logprobs"] != 0
+        assert int(drawn.sum()) > 200
+        difference = (out["logprobs"] - out["recomputed"])[drawn]
+        if precision == "float32":
+            assert float(difference.abs().max()) < 1e-5
+            assert abs(float(difference.exp().mean()) - 1.0) < 1e-3
+        else:  # two bf16 passes of other shapes: noise, but no bias
+            assert float(difference.abs().mean()) < 0.05
+            assert abs(float(difference.mean())) < 0.01
 
 
 def test_tokens_depend_on_seeds_alone(paths: dict[str, str]) -> None:
@@ -342,17 +376,35 @@ def test_kv_memory_is_bounded(paths: dict[str, str]) -> None:
     assert bounded[0]["cache_bytes"] == 3 * 48 * 256
     assert torch.equal(bounded[0]["output_ids"], free[0]["output_ids"])
     none = base | {"mcore_generation_config": {"buffer_size_gb": 1e-6}}
-    with pytest.raises(WorldError, match=r"buffer_size_gb=1e-06 holds no 1 rows of 48 tokens; 1.23e-05 does"):
-        run_world(1, WORLD, path=paths["llama"], calls=calls, config=none)
+    message = _refusal(path=paths["llama"], calls=calls, config=none)
+    assert "buffer_size_gb=1e-06 holds no 1 rows of 48 tokens; 1.23e-05 does" in message
+
+
+def test_no_rows_give_no_rows(paths: dict[str, str]) -> None:
+    """A data-parallel rank may have nothing to do, or only prompts without room for a token."""
+    calls = [{"data": {key: value[:0] for key, value in prompts(2).items()}, "greedy": True}]
+    calls += [{"data": prompts(3, longest=9), "greedy": False}]
+    (outs,) = run_world(1, WORLD, path=paths["llama"], calls=calls, config=_engine(None), max_total=1)
+    for out, rows in zip(outs, (0, 3), strict=True):
+        assert out["output_ids"].shape[0] == len(out["truncated"]) == rows
+        assert out["output_ids"].dtype == out["generation_lengths"].dtype == torch.int64
+        assert int(out["generation_lengths"].sum()) == 0
+        assert out["truncated"].all()
+
+
+def _refusal(world: int = 1, **arguments: Any) -> str:
+    return run_world(world, "tests.integration.worlds_generation:refusal", **arguments)[0]
 
 
 def test_bad_input_says_what_to_do(paths: dict[str, str]) -> None:
-    empty = prompts(2) | {"input_lengths": torch.tensor([3, 0])}
-    with pytest.raises(WorldError, match=r"input_lengths\[1\] is 0.*BOS"):
-        run_world(
-            1, WORLD, path=paths["llama"], calls=[{"data": empty, "greedy": True}], config=_engine(None)
-        )
-    with pytest.raises(WorldError, match=r"num_slots=3 is not a multiple.*4 works"):
-        run_world(2, WORLD, path=paths["llama"], calls=[], config=_engine(3), tp=2)
-    with pytest.raises(WorldError, match=r"stop_token_ids contains \[97\]"):
-        run_world(1, WORLD, path=paths["llama"], calls=[], config={"stop_token_ids": [97]})
+    path, good = paths["llama"], prompts(2)
+    left = {"input_ids": good["input_ids"].roll(1, 1), "input_lengths": good["input_lengths"]}
+    message = _refusal(path=path, calls=[{"data": left, "greedy": True}], config=_engine(None))
+    assert re.match(r"row 0 of input_ids has token \d+ at position \d+, after its length", message)
+    empty = {"input_ids": torch.tensor([[5, 6, 7], [0, 0, 0]]), "input_lengths": torch.tensor([3, 0])}
+    message = _refusal(path=path, calls=[{"data": empty, "greedy": True}], config=_engine(None))
+    assert re.match(r"input_lengths\[1\] is 0.*BOS", message)
+    message = _refusal(2, path=path, calls=[], config=_engine(3), tp=2)
+    assert re.search(r"num_slots=3 is not a multiple.*4 works", message)
+    message = _refusal(path=path, calls=[], config={"stop_token_ids": [97]})
+    assert "stop_token_ids contains [97]" in message

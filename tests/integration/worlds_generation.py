@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models
@@ -116,6 +117,13 @@ def generate(
     return results
 
 
+def refusal(**arguments: Any) -> str:
+    """The message of the ValueError that :func:`generate` raises with these arguments."""
+    with pytest.raises(ValueError) as error:
+        generate(**arguments)
+    return str(error.value)
+
+
 def count_traffic(path: str, data: dict[str, Tensor], tp: int, pp: int, sp: bool) -> dict[str, Any]:
     """Which collectives a generation uses, the chunk's shapes and layers: shows that a layout is real."""
     generator = make_generator(path, tp=tp, pp=pp, sp=sp, config={"max_new_tokens": 3, "stop_token_ids": []})
@@ -157,3 +165,13 @@ def train_and_generate(
         weights = {name: tensor.clone() for name, tensor in worker.engine.iter_hf_weights()}
         results.append({"out": out, "rows": rows, "weights": weights, "gather_open": gather_open})
     return results
+
+
+def generate_and_score(config: dict[str, Any], data: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Responses with the sampler's log-probs (`logprobs`) and the trainer's for the same tokens (`recomputed`)."""
+    from tests.integration.worlds_policy import make_worker
+
+    worker = make_worker(config)
+    out = dict(worker.generate(data=BatchedDataDict(data)))
+    scored = BatchedDataDict(input_ids=out["output_ids"], input_lengths=out["unpadded_sequence_lengths"])
+    return out | {"recomputed": worker.get_logprobs(data=scored)["logprobs"]}

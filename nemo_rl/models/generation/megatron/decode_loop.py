@@ -240,7 +240,7 @@ class DecodeLoop:
 
     def _responses(self) -> Responses:
         device = self._tokens.device
-        lengths = torch.tensor(self._length_of_row, device=device)
+        lengths = torch.tensor(self._length_of_row, dtype=torch.int64, device=device)
         longest = max(self._length_of_row, default=0)
         if longest == 0:
             empty = self._tokens.new_zeros(len(lengths), 0)

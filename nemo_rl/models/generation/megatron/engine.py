@@ -22,6 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationOutputSpec,
     GenerationSamplingParams,
     sampling_params,
+    verify_right_padding,
 )
 from nemo_rl.models.generation.megatron.decode_loop import DecodeLoop, GenerationRequest, Responses
 from nemo_rl.models.generation.megatron.kv_cache import SlotKVCache
@@ -119,7 +120,8 @@ class MegatronGenerator:
             leaves no room for a token gets an empty response and is marked truncated.
 
         Raises:
-            ValueError: an empty prompt, lengths outside the batch, or malformed stop strings.
+            ValueError: an empty prompt, padding that is not on the right or not the pad token, or malformed stop
+                strings.
             RuntimeError: the model gave non-finite log-probabilities.
         """
         with _evaluating(self._chunks), torch.inference_mode():
@@ -139,6 +141,7 @@ class MegatronGenerator:
     def _request(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool, params: GenerationSamplingParams
     ) -> GenerationRequest:
+        verify_right_padding(data, pad_value=self._pad_token_id)
         input_ids, device = data["input_ids"], self._dims.device
         lengths: list[int] = data["input_lengths"].tolist()
         for row, length in enumerate(lengths):
@@ -159,7 +162,9 @@ class MegatronGenerator:
             limits=[
                 max(0, min(self._config.max_new_tokens, self._max_length - length)) for length in lengths
             ],
-            seeds=data["seeds"].to(device) if "seeds" in data else self._draw_seeds(len(lengths)),
+            seeds=data["seeds"].to(device, torch.int64)
+            if "seeds" in data
+            else self._draw_seeds(len(lengths)),
             stop_strings=stop_strings,
             params=params,
             greedy=greedy,
