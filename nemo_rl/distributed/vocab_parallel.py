@@ -12,6 +12,7 @@ tensor-parallel group (mcore's ``copy_to`` / ``gather_from`` regions do).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -112,22 +113,22 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs = logits - normalizer[part].unsqueeze(-1)
                 probs = logprobs.exp()
                 entropy[part] = -(probs.mul_(logprobs.masked_fill_(probs == 0, 0.0))).sum(dim=-1)
-            if num_tokens <= chunk and any(ctx.needs_input_grad[:3]):  # type: ignore[attr-defined]
+            if num_tokens <= chunk and any(ctx.needs_input_grad[:3]):
                 kept = logits  # a single chunk fits the memory bound by itself: no need to compute it again
         chosen = _all_reduce(chosen.masked_fill_(~ours, 0.0), dist.ReduceOp.SUM, group)
         if entropy is not None:
             _all_reduce(entropy, dist.ReduceOp.SUM, group)
         ctx.save_for_backward(hidden, weight, bias, column, ours, normalizer, entropy, kept)
-        ctx.settings = (projection, temperature, chunk)  # type: ignore[attr-defined]
+        ctx.settings = (projection, temperature, chunk)
         return chosen - normalizer, entropy
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: torch.autograd.function.FunctionCtx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, column, ours, normalizer, entropy, kept = ctx.saved_tensors  # type: ignore[attr-defined]
-        projection, temperature, chunk = ctx.settings  # type: ignore[attr-defined]
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+        hidden, weight, bias, column, ours, normalizer, entropy, kept = ctx.saved_tensors
+        projection, temperature, chunk = ctx.settings
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         num_tokens = hidden.shape[0]
         one_chunk = num_tokens <= chunk
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -220,7 +221,7 @@ def token_logprobs(
     Returns:
         float32 [t] log-probs, and float32 [t] entropies or None; the same on every tensor-parallel rank.
     """
-    return _TokenLogprobs.apply(  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(
         hidden,
         projection.weight,
         projection.bias,
@@ -282,22 +283,22 @@ def gather_logits(vocab_parallel_logits: Tensor, vocab_size: int, tp_group: Proc
     """Whole logits [..., V] from shards [..., v], without padded columns; differentiable in the own shard."""
     if tp_group is None:
         return vocab_parallel_logits[..., :vocab_size]
-    return _GatherVocab.apply(vocab_parallel_logits, tp_group)[..., :vocab_size]  # type: ignore[no-any-return]
+    return _GatherVocab.apply(vocab_parallel_logits, tp_group)[..., :vocab_size]
 
 
 class _GatherVocab(torch.autograd.Function):
     """Concatenate shards of the last dimension; backward takes the own slice (every rank computes the same loss)."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, shard: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, group: ProcessGroup) -> Tensor:
         parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, shard.contiguous(), group=group)
-        ctx.own = (dist.get_rank(group), shard.shape[-1])  # type: ignore[attr-defined]
+        ctx.own = (dist.get_rank(group), shard.shape[-1])
         return torch.cat(parts, dim=-1)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        rank, width = ctx.own  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        rank, width = ctx.own
         return grad[..., rank * width : (rank + 1) * width].contiguous(), None
 
 
@@ -306,7 +307,7 @@ class _LogitsLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         shard: Tensor,
         targets: Tensor,
         start: int,
@@ -323,8 +324,8 @@ class _LogitsLogprobs(torch.autograd.Function):
         return chosen - normalizer
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        shard, column, ours, normalizer = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
+        shard, column, ours, normalizer = ctx.saved_tensors
         grad_logits = _grad_logits(shard.float(), column, ours, normalizer, None, grad, None)
         return grad_logits.to(shard.dtype), None, None, None
 
@@ -344,4 +345,4 @@ def logprobs_from_logits(
         float32 [...], the same on every rank; the gradient of a shard is ``g (onehot - softmax)`` on it.
     """
     start = tp_rank * vocab_parallel_logits.shape[-1]
-    return _LogitsLogprobs.apply(vocab_parallel_logits, targets, start, tp_group)  # type: ignore[no-any-return]
+    return _LogitsLogprobs.apply(vocab_parallel_logits, targets, start, tp_group)

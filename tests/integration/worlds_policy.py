@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,6 +28,7 @@ from nemo_rl.distributed.vocab_parallel import (
     top_k_logits,
 )
 from nemo_rl.models.megatron.engine import MegatronEngine
+from nemo_rl.models.megatron.optimizer import chained
 from nemo_rl.models.policy.engine import OptimStep
 from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorkerImpl
 
@@ -42,7 +47,7 @@ def make_worker(config: dict[str, Any], **options: Any) -> MegatronPolicyWorkerI
     os.environ["NRL_DEVICE"] = "cpu"
     os.environ["NRL_NUM_THREADS"] = "1"
     worker = MegatronPolicyWorkerImpl(config, None, **options)
-    worker.engine.__class__ = RecordingEngine
+    worker._engine.__class__ = RecordingEngine
     return worker
 
 
@@ -183,3 +188,138 @@ def vocab_parallel_memory(tokens: int, vocab: int, chunk: int, entropy: bool) ->
             peak = max(peak, total)
     fixed = 16 * tokens * 4 + 2 * (hidden.numel() + weight.numel()) * 4
     return {"peak_bytes": peak, "fixed_bytes": fixed}
+
+
+def moments(engine: MegatronEngine) -> dict[str, Tensor]:
+    """Everything the optimizer of this rank remembers, by a name that two runs share."""
+    found: dict[str, Tensor] = {}
+    assert engine.optimizer is not None
+    for index, part in enumerate(chained(engine.optimizer)):
+        for g, group in enumerate(part.optimizer.param_groups):
+            for i, main in enumerate(group["params"]):
+                found[f"{index}.{g}.{i}.main"] = main.detach().clone()
+                for name, value in part.optimizer.state[main].items():
+                    if isinstance(value, Tensor):
+                        found[f"{index}.{g}.{i}.{name}"] = value.clone()
+            found[f"{index}.{g}.lr"] = torch.tensor([group["lr"], group["weight_decay"]])
+    return found
+
+
+def train_and_save(
+    config: dict[str, Any],
+    data: Data,
+    loss_fn: LossFunction,
+    directory: str,
+    steps_before: int,
+    steps_after: int,
+    save: bool,
+    load: bool,
+) -> dict[str, Any]:
+    """Train, optionally from a checkpoint, optionally saving one in between; everything that must be bit-equal."""
+    paths = (f"{directory}/weights", f"{directory}/optimizer")
+    weights_path, optimizer_path = paths if load else (None, None)
+    worker = make_worker(config, weights_path=weights_path, optimizer_path=optimizer_path)
+    dims = worker.dims
+    own = shard(data, dims.dp_rank, dims.dp, config["train_global_batch_size"])
+    if load:
+        assert steps_before == 0
+    else:  # make the random states differ from a fresh process's
+        torch.rand(3 + dims.rank)
+        random.random()
+        np.random.rand()
+    for _ in range(steps_before):
+        worker.train(own, loss_fn)
+    if save:
+        worker.save_checkpoint(*paths)
+    restored = moments(worker.engine)
+    reference = worker.get_reference_policy_logprobs(data=own)["reference_logprobs"]
+    results = [worker.train(own, loss_fn) for _ in range(steps_after)]
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.rand(4)
+    return {
+        "restored": restored,
+        "results": [{k: v for k, v in r.items() if k != "train_elapsed_seconds"} for r in results],
+        "moments": moments(worker.engine),
+        "weights": {name: tensor.clone() for name, tensor in worker.engine.iter_hf_weights()},
+        "reference": reference,
+        "random": [
+            torch.rand(4),
+            torch.tensor(random.random()),
+            torch.from_numpy(np.random.rand(2)),
+            tracked,
+        ],
+        "num_samples": worker.engine.scheduler.num_steps,
+    }
+
+
+def edge_steps(config: dict[str, Any], batches: list[Data], loss_fn: LossFunction) -> list[dict[str, Any]]:
+    """One training step for each batch; weights and moments before and after."""
+    worker = make_worker(config)
+    dims = worker.dims
+    out = []
+    for data in batches:
+        own = shard(data, dims.dp_rank, dims.dp, config["train_global_batch_size"])
+        before = {name: tensor.clone() for name, tensor in worker.engine.iter_hf_weights()}
+        moments_before = moments(worker.engine)
+        result = worker.train(own, loss_fn)
+        out.append(
+            {
+                "result": result,
+                "gradients": worker.engine.recorded,
+                "before": before,
+                "after": {name: tensor.clone() for name, tensor in worker.engine.iter_hf_weights()},
+                "moments_before": moments_before,
+                "moments_after": moments(worker.engine),
+                "skipped_total": worker.engine.num_skipped_steps,
+            }
+        )
+    return out
+
+
+def inference(config: dict[str, Any], data: Data, loss_fn: LossFunction, steps: int) -> dict[str, Any]:
+    """Log-probs, reference log-probs, top-k and evaluation around some training steps."""
+    worker = make_worker(config)
+    dims = worker.dims
+    own = shard(data, dims.dp_rank, dims.dp, config["train_global_batch_size"])
+    start = worker.get_logprobs(data=own)["logprobs"]
+    evaluated = worker.train(own, loss_fn, eval_mode=True)
+    unchanged = worker.get_logprobs(data=own)["logprobs"]
+    trained = [worker.train(own, loss_fn) for _ in range(steps)]
+    before = {name: tensor.clone() for name, tensor in worker.engine.named_local_state().items()}
+    reference = worker.get_reference_policy_logprobs(data=own)["reference_logprobs"]
+    by_3 = worker.get_reference_policy_logprobs(data=own, micro_batch_size=3)["reference_logprobs"]
+    after = worker.engine.named_local_state()
+    top = worker.get_topk_logits(data=own, k=5)
+    return {
+        "coordinates": (dims.tp_rank, dims.pp_rank, dims.dp_rank),
+        "logprobs": start,
+        "evaluated": evaluated,
+        "unchanged": unchanged,
+        "trained": trained,
+        "final": worker.get_logprobs(data=own)["logprobs"],
+        "reference": reference,
+        "reference_by_3": by_3,
+        "restored": all(torch.equal(before[name], after[name]) for name in before),
+        "topk_logits": top["topk_logits"],
+        "topk_indices": top["topk_indices"],
+        "refit_info": worker.prepare_refit_info(),
+        "attributes": worker.check_tensor_parallel_attributes(),
+        "gpu_info": worker.get_gpu_info(),
+        "device_id": worker.report_device_id(),
+        "free": worker.get_free_memory_bytes(),
+    }
+
+
+def failures(configs: list[dict[str, Any]], data: Data, loss_fn: LossFunction) -> list[str | None]:
+    """The message of the ValueError that each config ends in; None where it works."""
+    messages: list[str | None] = []
+    for config in configs:
+        try:
+            make_worker(config).train(data, loss_fn)
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            messages.append(None)
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+    return messages

@@ -125,9 +125,8 @@ class DPOLossFn(PreferenceLoss):
         loss = cfg.preference_loss_weight * preference
         if cfg.sft_loss_weight > 0:
             nll = -(row_mean(logprobs, mask) if cfg.sft_average_log_probs else (logprobs * mask).sum(-1))
-            chosen, _ = self.split_output_tensor(nll)
-            weight, _ = self.split_output_tensor(sample_mask)
-            sft = (chosen * weight).sum() / (safe_count(global_valid_seqs) / 2)
+            chosen_nll, weight = self.split_output_tensor(nll)[0], self.split_output_tensor(sample_mask)[0]
+            sft = (chosen_nll * weight).sum() / (safe_count(global_valid_seqs) / 2)
             loss = loss + cfg.sft_loss_weight * sft
             metrics["sft_loss"] = Metric(sft.detach())
         metrics["preference_loss"] = Metric(preference.detach())

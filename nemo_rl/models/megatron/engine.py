@@ -201,7 +201,7 @@ class MegatronEngine:
         for weight in self.bridge.export_hf_weights(self.models(), dtype=dtype):
             yield weight.name, weight.tensor
 
-    def hf_weight_specs(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def hf_weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype by HuggingFace name. Collective with pipeline parallelism."""
         return self.bridge.hf_weight_specs(self.models())
 

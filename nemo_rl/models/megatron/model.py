@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
@@ -59,7 +59,7 @@ def resolve_model_dir(model_name: str) -> Path:
                 model_name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
             )
         )
-    except (OSError, HFValidationError, HfHubHTTPError) as error:
+    except (OSError, HFValidationError) as error:
         raise ValueError(
             f"policy.model_name={model_name!r} is no directory, and no HuggingFace repository of that name can be read "
             f"({type(error).__name__}); give the path of a model directory with config.json"

@@ -35,8 +35,12 @@ class PolicyWorkerBase:
     """
 
     config: PolicyConfig
-    engine: TrainEngine
     reference_state: dict[str, Tensor] | None = None
+
+    @property
+    def engine(self) -> TrainEngine:
+        """The backend."""
+        raise NotImplementedError
 
     @property
     def dims(self) -> ParallelDims:

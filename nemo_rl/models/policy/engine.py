@@ -78,7 +78,7 @@ class TrainEngine(Protocol):
         """Whole tensors by HuggingFace name. Collective: all ranks iterate to the end, in one order."""
         ...
 
-    def hf_weight_specs(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def hf_weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what :meth:`iter_hf_weights` yields."""
         ...
 

@@ -41,13 +41,12 @@ class HeadOutput:
 
 
 class OutputHead(Protocol):
-    """Hidden states to results.
+    """Hidden states to results."""
 
-    Attributes:
-        selection: which positions' hidden states the head needs.
-    """
-
-    selection: Selection
+    @property
+    def selection(self) -> Selection:
+        """Which positions' hidden states the head needs."""
+        ...
 
     def __call__(
         self, hidden: Tensor, projection: Projection, microbatch: Microbatch, dims: ParallelDims

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nemo_rl.distributed.named_sharding import NamedSharding
+    from nemo_rl.models.generation.interfaces import GenerationSamplingParams
     from nemo_rl.models.generation.megatron.engine import MegatronGenerator
 
     TokenizerType = PreTrainedTokenizerBase
@@ -55,8 +56,6 @@ class MegatronPolicyWorkerImpl(PolicyWorkerBase):
     The rank, world size, master address, device and number of threads come from the environment that the worker group
     sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, NRL_DEVICE, NRL_NUM_THREADS).
     """
-
-    engine: MegatronEngine
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class MegatronPolicyWorkerImpl(PolicyWorkerBase):
             raise ValueError(
                 "skip_weight_load=True is for workers that only evaluate; pass init_optimizer=False"
             )
-        self.engine = MegatronEngine(
+        self._engine = MegatronEngine(
             self.config, dims, init_optimizer=init_optimizer, load_weights=not skip_weight_load
         )
         if init_reference_model:
@@ -119,15 +118,27 @@ class MegatronPolicyWorkerImpl(PolicyWorkerBase):
         rank = dist.get_rank() if dist.is_initialized() else "?"
         return f"MegatronPolicyWorker[rank={rank}]"
 
+    @property
+    def engine(self) -> MegatronEngine:
+        """Model, gradients and optimizer."""
+        return self._engine
+
     # -- generation ----------------------------------------------------------------------------------------
 
-    def generate(self, *, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+    def generate(
+        self,
+        *,
+        data: BatchedDataDict[Any],
+        greedy: bool = False,
+        sampling: GenerationSamplingParams | None = None,
+    ) -> BatchedDataDict[Any]:
         """Sample responses to the prompts of this rank's shard, with the policy's own weights.
 
         Args:
             data: ``input_ids`` int64[B, S] (right padding), ``input_lengths`` int[B], optionally ``stop_strings`` and
                 ``seeds``.
             greedy: take the likeliest token instead of sampling.
+            sampling: other temperature, top-p and top-k than the configuration's (validation has its own).
 
         Returns:
             The documented GenerationOutputSpec.
@@ -137,7 +148,7 @@ class MegatronPolicyWorkerImpl(PolicyWorkerBase):
         """
         self.engine.wait_for_parameters()
         with self.engine.mode(training=False):
-            return self._get_generator().generate(data, greedy)
+            return self._get_generator().generate(data, greedy, sampling=sampling)
 
     def _get_generator(self) -> MegatronGenerator:
         if self._generator is None:
@@ -154,6 +165,19 @@ class MegatronPolicyWorkerImpl(PolicyWorkerBase):
                 max_total_sequence_length=self.config.max_total_sequence_length,
             )
         return self._generator
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Bring the weights to the device."""
+        del args, kwargs
+        self.engine.move(params="device")
+        return True
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """Free the KV cache; the next generate() call allocates one."""
+        del args, kwargs
+        if self._generator is not None:
+            self._generator.finish()
+        return True
 
     def invalidate_kv_cache(self) -> bool:
         """Nothing to forget: every generate() call starts with empty KV rows."""

@@ -118,10 +118,15 @@ def build(data: Mapping[str, Any], spec: MicrobatchSpec, device: torch.device) -
 
     Returns:
         ceil(B / size) micro-batches.
+
+    Raises:
+        ValueError: there are no rows.
     """
     lengths = row_lengths(data)
     total = num_rows(data)
-    longest = int(lengths.max()) if total else 1
+    if total == 0:
+        raise ValueError("the batch has no rows; give every data-parallel rank at least one")
+    longest = int(lengths.max())
     batches = []
     for start in range(0, total, spec.size):
         stop = min(start + spec.size, total)
