@@ -44,13 +44,19 @@ def echo(ray_session):
     cluster.shutdown()
 
 
-def gone(pid, deadline=5.0):
+def wait_until(condition, deadline=10.0):
     end = time.monotonic() + deadline
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
     return True
+
+
+def gone(pid):
+    return wait_until(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, 5.0
+    )
 
 
 def test_environment_of_workers(echo):
@@ -182,7 +188,9 @@ def test_bytes_per_step_do_not_depend_on_model_parallelism(echo, layout, tmp_pat
     ids = torch.arange(2**20).reshape(64, -1)
     batch = BatchedDataDict({"input_ids": ids, "input_lengths": torch.full((64,), 2**14)})
     size = sum(column.nbytes for column in batch.values())
-    before = object_store_bytes()
+    assert wait_until(lambda: object_store_bytes() < 0.01 * size), (
+        "objects of an earlier test are still there"
+    )
     replicated = ["pipeline_parallel", "context_parallel", "tensor_parallel"]
     gate = tmp_path / "gate"
     future = group.run_all_workers_sharded_data(
@@ -193,14 +201,12 @@ def test_bytes_per_step_do_not_depend_on_model_parallelism(echo, layout, tmp_pat
         output_is_replicated=replicated,
         common_kwargs={"gate": str(gate)},
     )
-    sent = object_store_bytes() - before  # the workers hold their parts until the gate opens
+    sent = object_store_bytes()  # the workers hold their parts until the gate opens
     assert size <= sent <= 1.1 * size, f"{sent} bytes sent for a batch of {size}"
     gate.touch()
     ray.wait(future.futures, num_returns=len(future.futures), timeout=60)
-    end = time.monotonic() + 10  # the parts are freed soon, and only the results remain
-    while not ids.nbytes <= (returned := object_store_bytes() - before) <= 1.1 * ids.nbytes:
-        assert time.monotonic() < end, f"{returned} bytes returned for {ids.nbytes} of results"
-        time.sleep(0.1)
+    # the parts are freed soon, and only the results remain
+    assert wait_until(lambda: ids.nbytes <= object_store_bytes() <= 1.1 * ids.nbytes), object_store_bytes()
     results = future.get_results(group)
     assert [len(result) for result in results] == [ids.nbytes // group.dp_size] * group.dp_size
 
