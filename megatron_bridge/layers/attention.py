@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_FEW_TOKENS = 64  # up to here kernel calls cost more than passes over memory
+
 
 class KVCache(Protocol):
     """What decoding has to offer: it stores the new keys and values and attends to what each slot has so far."""
@@ -54,7 +56,7 @@ class AttentionMeta:
     _rope: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def rope(self, table: RotaryTable, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [s, b, 1, rotary_dim / 2] of this forward; computed once for all layers."""
+        """Cosine and signed sine [s, b, 1, rotary_dim] of this forward; computed once for all layers."""
         key = (id(table), dtype)
         if key not in self._rope:
             self._rope[key] = table.cos_sin(self.position_ids, dtype)
@@ -90,7 +92,10 @@ class RotaryTable:
         return self
 
     def cos_sin(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[b, s] positions -> cosine and sine, each [s, b, 1, rotary_dim / 2], computed in fp32."""
+        """Cosine and signed sine, each [s, b, 1, rotary_dim], of positions [b, s]; computed in fp32.
+
+        The sine's first half is negated, so that x * cos + swap_halves(x) * sin is the rotation.
+        """
         inv_freq = self._by_device.get(position_ids.device)
         if inv_freq is None:
             inv_freq = self._by_device[position_ids.device] = self.inv_freq.to(position_ids.device)
@@ -98,7 +103,8 @@ class RotaryTable:
         cos, sin = angles.cos(), angles.sin()
         if self.attention_scaling != 1.0:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
-        return cos.to(dtype), sin.to(dtype)
+        cos, sin = cos.to(dtype), sin.to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class _ApplyRotary(torch.autograd.Function):
@@ -107,28 +113,46 @@ class _ApplyRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None, None
+        return _rotate(grad, cos, sin, -1), None, None
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if x.shape[-1] > 2 * half:
-        parts.append(x[..., 2 * half :])
-    return torch.cat(parts, dim=-1)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Rotates forth (direction 1) or back (-1). The result lies in memory as attention reads it, [b, h, s, d]."""
+    s, b, heads, d = x.shape
+    width = cos.shape[-1]
+    half = width // 2
+    out = x.new_empty(b, heads, s, d).permute(2, 0, 1, 3)
+    rotated = out
+    if width < d:
+        out[..., width:] = x[..., width:]
+        x, rotated = x[..., :width], out[..., :width]
+    torch.mul(x, cos, out=rotated)
+    swapped = torch.empty_like(rotated)
+    torch.mul(x[..., half:], sin[..., :half], out=swapped[..., :half])
+    torch.mul(x[..., :half], sin[..., half:], out=swapped[..., half:])
+    rotated.add_(swapped, alpha=direction)  # no addcmul: it rounds once, transformers twice
+    return out
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first ``2 * cos.shape[-1]`` channels of x [s, b, heads, d]; the rest passes unchanged."""
+    """Rotates the first ``cos.shape[-1]`` channels of x [s, b, heads, d]; the rest passes unchanged.
+
+    Args:
+        x: query or key.
+        cos: [s, b, 1, rotary_dim].
+        sin: [s, b, 1, rotary_dim], its first half negated (see :meth:`RotaryTable.cos_sin`).
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         return _ApplyRotary.apply(x, cos, sin)
-    return _rotate(x, cos, sin)
+    if x.shape[0] * x.shape[1] <= _FEW_TOKENS and cos.shape[-1] == x.shape[-1]:
+        half = cos.shape[-1] // 2
+        return (x * cos).add_(torch.cat((x[..., half:], x[..., :half]), dim=-1).mul_(sin))
+    return _rotate(x, cos, sin, 1)
 
 
 def attend(

@@ -8,7 +8,7 @@ from functools import partial
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_bridge.layers.core_attention import CoreAttention
 from megatron_bridge.layers.linear import ColumnLinear, RowLinear
+from megatron_bridge.layers.mlp import GatedMLP
 from megatron_bridge.layers.norm import RMSNorm
 
 # Keys of Transformer Engine's layout, so that checkpoints of both layouts are interchangeable (as megatron-core does).
@@ -47,7 +48,7 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            mlp=partial(GatedMLP.as_mlp_submodule, submodules=mlp),
             mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
             sharded_state_dict_keys_map=dict(_TE_KEYS),
         ),

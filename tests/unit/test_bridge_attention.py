@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from megatron_bridge.errors import UnsupportedModelError
 from megatron_bridge.layers.attention import AttentionMeta, RotaryTable, apply_rotary, attend
+from megatron_bridge.layers.mlp import swiglu
 from megatron_bridge.layers.norm import RMSNorm
 from megatron_bridge.rope import rotary_table
 
@@ -134,11 +135,14 @@ def test_rope_equals_transformers_beyond_the_original_context(rope: dict[str, An
     q = torch.randn(200, 2, 4, 16)
     cos, sin = reference(q, position_ids)
     ours_cos, ours_sin = table.cos_sin(position_ids, torch.float32)
-    assert torch.equal(ours_cos[:, :, 0].transpose(0, 1), cos[..., :8])
-    assert torch.equal(ours_sin[:, :, 0].transpose(0, 1), sin[..., :8])
+    assert torch.equal(ours_cos[:, :, 0].transpose(0, 1), cos)
+    assert torch.equal(ours_sin[:, :, 0, 8:].transpose(0, 1), sin[..., 8:])
+    assert torch.equal(ours_sin[:, :, 0, :8].transpose(0, 1), -sin[..., :8])
     expected, _ = apply_rotary_pos_emb(q.permute(1, 2, 0, 3), q.permute(1, 2, 0, 3), cos, sin)
     ours = apply_rotary(q, ours_cos, ours_sin)
     torch.testing.assert_close(ours.permute(1, 2, 0, 3), expected, rtol=0, atol=1e-6)
+    few = apply_rotary(q[7:8], ours_cos[7:8], ours_sin[7:8])
+    torch.testing.assert_close(few.permute(1, 2, 0, 3), expected[:, :, 7:8], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional"])
@@ -206,3 +210,26 @@ def test_nothing_here_lives_on_the_cpu_by_accident() -> None:
         cos, sin = meta.rope(table, torch.float32)
         out = attend(apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v, meta, softmax_scale=1.0)
         assert out.device.type == "cuda"
+
+
+def test_swiglu_equals_the_formula() -> None:
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(swiglu(x), torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(swiglu(x.detach()), swiglu(x).detach(), rtol=0, atol=0)
+    assert torch.autograd.gradcheck(swiglu, (x,))
+
+
+def test_norm_gradient() -> None:
+    ours = RMSNorm(norm_config(params_dtype=torch.float64), 6, 1e-6)
+    reference = torch.nn.RMSNorm(6, 1e-6, dtype=torch.float64)
+    with torch.no_grad():
+        ours.weight.normal_()
+        reference.weight.copy_(ours.weight)
+    x = torch.randn(5, 2, 6)
+    inputs = [x.double().requires_grad_(), x.double().requires_grad_()]
+    seed = torch.randn(5, 2, 6, dtype=torch.float64)
+    ours(inputs[0]).backward(seed)
+    reference(inputs[1]).backward(seed)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.weight.grad, reference.weight.grad, rtol=1e-5, atol=1e-6)
