@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -35,6 +35,14 @@ class ResponseDatasetConfig(ConfigModel):
 
 class DataConfig(ConfigModel):
     """The `data` section."""
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "dataset_name": "has moved: write data.train.dataset_name, and data.validation",
+        "prompt_file": "has moved: write data.default.prompt_file",
+        "system_prompt_file": "has moved: write data.default.system_prompt_file",
+        "train_data_path": "has moved: write data.train.data_path",
+        "val_data_path": "has moved: write data.validation.data_path",
+    }
 
     max_input_seq_length: int = Field(
         512, ge=1, description="Most tokens of a prompt; follows policy.max_total_sequence_length."

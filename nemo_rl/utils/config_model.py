@@ -109,11 +109,19 @@ class ConfigModel(BaseModel):
     )
 
     derived: ClassVar[tuple[Derived, ...]] = ()
+    gone: ClassVar[Mapping[str, str]] = {}
+    """Keys of older recipes that the schema does not have, and what to write instead."""
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_derived(cls, data: Any) -> Any:
-        return fill_derived(cls, data) if cls.derived and isinstance(data, Mapping) else data
+    def _complete(cls, data: Any) -> Any:
+        """Let null stand for a section that is off, and fill in derived defaults."""
+        if not isinstance(data, Mapping):
+            return data
+        nulls = [key for key, value in data.items() if value is None and _is_switch(cls, key)]
+        if nulls:
+            data = {key: value for key, value in data.items() if key not in nulls}
+        return fill_derived(cls, data) if cls.derived else data
 
     @classmethod
     def coerce(cls, value: Self | Mapping[str, Any]) -> Self:
@@ -247,6 +255,16 @@ def _set_missing(data: dict[str, Any], path: list[str], value: Any) -> None:
     section = data.setdefault(key, {})
     if isinstance(section, dict):
         _set_missing(section, rest, value)
+
+
+def _is_switch(cls: type[ConfigModel], key: str) -> bool:
+    """Whether `key` is a section that is off unless it says ``enabled: true``."""
+    known = _documented_fields(cls)
+    section = known[key][1].annotation if key in known else None
+    if not (isinstance(section, type) and issubclass(section, ConfigModel)):
+        return False
+    enabled = section.model_fields.get("enabled")
+    return enabled is not None and enabled.default is False
 
 
 def section_class(cls: type[ConfigModel], key: str) -> type[ConfigModel] | None:

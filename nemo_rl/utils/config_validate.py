@@ -28,9 +28,9 @@ def validate[T: ConfigModel](data: Mapping[str, Any], cls: type[T]) -> tuple[T |
     tree = _copy(data)
     problems: list[Violation] = []
     broken: set[str] = set()
-    for path, suggestions in list(_unknown_keys(tree, cls, "")):
+    for path, suggestions, instead in list(_unknown_keys(tree, cls, "")):
         value = _pop(tree, path)
-        problems.append(_unknown_key(path, suggestions, value, cls))
+        problems.append(Violation(path, instead) if instead else _unknown_key(path, suggestions, value, cls))
         leaves = list(_leaf_paths(value)) if isinstance(value, Mapping) else [""]
         broken.update(name + leaf for name in (path, *suggestions) for leaf in leaves)
     config = None
@@ -66,13 +66,16 @@ def hints(config: ConfigModel) -> Iterator[str]:
 
 def _unknown_keys(
     data: Mapping[str, Any], cls: type[ConfigModel], prefix: str
-) -> Iterator[tuple[str, list[str]]]:
-    """Give the path of every key that the schema does not know, and the keys it may have meant."""
+) -> Iterator[tuple[str, list[str], str]]:
+    """Give every key that the schema does not know: path, keys it may have meant, what replaces it if it is gone."""
     known = cls.documented_fields()
     for key, value in data.items():
         path = f"{prefix}{key}"
         if key not in known:
-            yield path, [f"{prefix}{name}" for name in closest(key, list(known))]
+            if key in cls.gone:
+                yield path, [], cls.gone[key]
+            else:
+                yield path, [f"{prefix}{name}" for name in closest(key, list(known))], ""
             continue
         below = branches(known[key][1].annotation)
         if isinstance(value, Mapping) and below.section:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -218,3 +219,44 @@ def test_sft_tree(tmp_path):
         """,
     )
     assert load(path, [], SFTMasterConfig).policy.generation is None
+
+
+RECIPE = Path(__file__).parents[1] / "data" / "recipe_nemo_rl.yaml"
+
+
+def test_a_recipe_of_nemo_rl_loads_where_its_features_are_supported(caplog):
+    config = load(RECIPE, [], GRPOMasterConfig)
+    assert config.policy.megatron_cfg.fp8_cfg.enabled is False
+    assert config.policy.dynamic_batching.train_mb_tokens == 2048
+    assert config.data.train_sets()[0].processor == "math_hf_data_processor"
+    assert config.policy.megatron_cfg.optimizer.use_precision_aware_optimizer is True
+    assert "policy.scheduler" in caplog.text and "has no effect in this version" in caplog.text
+
+
+def test_what_a_recipe_of_nemo_rl_asks_for_in_vain_is_said_at_once():
+    asked = {
+        "policy.sequence_packing.enabled": "true",
+        "policy.dtensor_cfg.enabled": "true",
+        "policy.generation.backend": "vllm",
+        "logger.monitor_gpus": "true",
+        "policy.megatron_cfg.converter_type": "Qwen2ForCausalLM",
+        "policy.megatron_recipe": "a.b",
+        "data.prompt_file": "p.txt",
+        "cluster.device": "cpu",
+    }
+    with pytest.raises(ConfigError) as error:
+        load(RECIPE, [f"++{key}={value}" for key, value in asked.items()], GRPOMasterConfig)
+    found = {violation.key: violation.message for violation in error.value.violations}
+    precise = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer"
+    assert set(found) == {*asked, precise} - {"cluster.device"}
+    assert "the bridge finds the model family" in found["policy.megatron_cfg.converter_type"]
+    assert "data.default.prompt_file" in found["data.prompt_file"]
+
+
+def test_null_stands_for_a_section_that_is_off(base):
+    config = grpo(
+        base, "policy.megatron_cfg.peft=null", "policy.sequence_packing=null", "grpo.async_grpo=null"
+    )
+    assert config.policy.sequence_packing.enabled is False
+    with pytest.raises(ConfigError, match="cluster"):
+        grpo(base, "cluster=null")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -181,6 +181,10 @@ class PretrainedCheckpointConfig(ConfigModel):
 class PolicyConfig(ConfigModel):
     """The `policy` section: model, batch sizes, precision, backends and generation."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        "megatron_recipe": "is not supported: the architecture comes from policy.model_name; remove it"
+    }
+
     derived: ClassVar[tuple[Derived, ...]] = (
         Derived("tokenizer.name", "model_name"),
         Derived("logprob_batch_size", "train_micro_batch_size"),
@@ -254,7 +258,7 @@ class PolicyConfig(ConfigModel):
     )
     scheduler: Annotated[
         list[SinglePytorchSchedulerConfig | SinglePytorchMilestonesConfig] | SchedulerMilestones | None,
-        OptionOf("policy.dtensor_cfg.enabled"),
+        Hint("it belongs to the DTensor backend; see policy.megatron_cfg.scheduler"),
     ] = Field(None, description="torch schedulers, for the DTensor backend.")
     offload_optimizer_for_logprob: bool = Field(
         False, description="Move optimizer state off the device during log-prob passes."
@@ -301,11 +305,11 @@ class PolicyConfig(ConfigModel):
             )
         if not megatron.enabled:
             return
-        for key in ("optimizer", "scheduler"):
-            if self[key] is not None:
-                yield Violation(
-                    key, f"belongs to the DTensor backend; set it to null and use policy.megatron_cfg.{key}"
-                )
+        if self.optimizer is not None:
+            yield Violation(
+                "optimizer",
+                "belongs to the DTensor backend; set it to null and use policy.megatron_cfg.optimizer",
+            )
         if megatron.optimizer.bf16 != (self.precision == "bfloat16"):
             yield Violation(
                 "megatron_cfg.optimizer.bf16",

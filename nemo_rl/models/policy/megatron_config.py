@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -80,6 +80,10 @@ class MegatronSchedulerConfig(ConfigModel):
 class MegatronDDPConfig(ConfigModel):
     """`megatron_cfg.distributed_data_parallel_config`: megatron-core's gradient buffers."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        "average_in_collective": "is gone: gradients are summed and losses divide by global counts; remove it"
+    }
+
     grad_reduce_in_fp32: bool = Field(False, description="Reduce gradients over data parallelism in float32.")
     overlap_grad_reduce: bool = Field(
         True, description="Overlap the gradient reduction with the backward pass."
@@ -148,6 +152,10 @@ class Fp8Config(ConfigModel):
 class MegatronConfig(ConfigModel):
     """`policy.megatron_cfg`: parallel layout, precision, memory and optimizer of the Megatron backend."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        "converter_type": "is gone: the bridge finds the model family in its HuggingFace config; remove it"
+    }
+
     enabled: bool = Field(True, description="Train with the Megatron backend.")
     env_vars: dict[str, str] | None = Field(None, description="Environment variables of the policy workers.")
     train_iters: int | None = Field(
@@ -194,8 +202,8 @@ class MegatronConfig(ConfigModel):
     use_fused_weighted_squared_relu: Annotated[bool, NotYet((False,), "false")] = Field(
         False, description="Fused activation of some mixture-of-experts models."
     )
-    defer_fp32_logits: Annotated[bool, Hint("logits are always upcast chunk by chunk")] = Field(
-        False, description="Upcast logits to float32 as late as possible."
+    defer_fp32_logits: Annotated[bool | None, Hint("logits are always upcast chunk by chunk")] = Field(
+        None, description="Upcast logits to float32 as late as possible."
     )
     attention_backend: Annotated[str | None, NotYet((None, "auto"), "null")] = Field(
         None, description="Attention kernel by megatron-core's name."
