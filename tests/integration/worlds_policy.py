@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from nemo_rl.algorithms.interfaces import LossFunction
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.vocab_parallel import (
     Projection,
     gather_logits,
@@ -323,3 +324,28 @@ def failures(configs: list[dict[str, Any]], data: Data, loss_fn: LossFunction) -
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
     return messages
+
+
+def generate_after_training(
+    config: dict[str, Any], prompts: Data, data: Data, loss_fn: LossFunction, steps: int
+) -> dict[str, Any]:
+    """Train (which may leave a parameter gather open), sample from the new weights, and score what was sampled."""
+    worker = make_worker(config)
+    dims = worker.dims
+    own = shard(data, dims.dp_rank, dims.dp, config["train_global_batch_size"])
+    for _ in range(steps):
+        worker.train(own, loss_fn)
+    own_prompts = shard(prompts, dims.dp_rank, dims.dp)
+    sampled = worker.generate(data=BatchedDataDict(own_prompts))
+    greedy = worker.generate(data=BatchedDataDict(own_prompts), greedy=True)
+    rows = {"input_ids": sampled["output_ids"], "input_lengths": sampled["unpadded_sequence_lengths"]}
+    scored = worker.get_logprobs(data=rows)["logprobs"]
+    after = worker.train(own, loss_fn)  # generation leaves the engine able to train
+    return {
+        "coordinates": (dims.tp_rank, dims.pp_rank, dims.dp_rank),
+        "sampled": dict(sampled),
+        "greedy": dict(greedy),
+        "scored": scored,
+        "after": after["grad_norm"],
+        "prompt_lengths": own_prompts["input_lengths"],
+    }

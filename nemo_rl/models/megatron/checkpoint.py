@@ -148,7 +148,9 @@ def load_optimizer(path: str, models: list[GPTModel], optimizer: MegatronOptimiz
                 _scatter(loaded[key], shard, name)
         for shard in shards.values():
             if common["num_updates"] is not None:
-                shard.state["step"] = torch.tensor(float(common["num_updates"]), dtype=torch.float32)
+                shard.state["step"] = torch.tensor(
+                    float(common["num_updates"]), dtype=torch.float32, device=shard.main.device
+                )
     _masters_to_model(optimizer, names)
     if same_layout:
         _set_rng_state(loaded["rng"])

@@ -66,7 +66,7 @@ class MegatronEngine:
         self.length_multiple = _length_multiple(config)
         self.uniform_microbatches = dims.pp > 1
         chunks = self.bridge.to_megatron_model(provider, load_weights=load_weights)
-        distributed = init_optimizer and uses_distributed_optimizer(config)
+        distributed = init_optimizer and uses_distributed_optimizer(config, dims)
         self.chunks = (
             wrap_chunks(chunks, config, dims, distributed_optimizer=distributed) if init_optimizer else chunks
         )

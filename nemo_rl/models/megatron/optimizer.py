@@ -22,8 +22,8 @@ from nemo_rl.models.policy.megatron_config import MegatronSchedulerConfig
 logger = logging.getLogger(__name__)
 
 
-def uses_distributed_optimizer(config: PolicyConfig) -> bool:
-    """Whether masters and moments are sharded over data parallelism.
+def uses_distributed_optimizer(config: PolicyConfig, dims: ParallelDims) -> bool:
+    """Whether masters and moments are sharded over data parallelism; with one rank there is nothing to shard.
 
     Raises:
         ValueError: asked for with an optimizer that megatron-core cannot shard.
@@ -34,7 +34,7 @@ def uses_distributed_optimizer(config: PolicyConfig) -> bool:
             "policy.megatron_cfg.optimizer.use_distributed_optimizer=true works with optimizer=adam only; set "
             "use_distributed_optimizer=false for sgd"
         )
-    return ocfg.use_distributed_optimizer
+    return ocfg.use_distributed_optimizer and dims.dp * dims.cp > 1
 
 
 def build_optimizer(
@@ -69,12 +69,24 @@ def build_optimizer(
         adam_beta2=ocfg.adam_beta2,
         adam_eps=ocfg.adam_eps,
         sgd_momentum=ocfg.sgd_momentum,
-        use_distributed_optimizer=uses_distributed_optimizer(config),
+        use_distributed_optimizer=uses_distributed_optimizer(config, dims),
         use_precision_aware_optimizer=ocfg.use_precision_aware_optimizer,
         overlap_param_gather=config.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
         clip_grad=0.0,  # clipping happens in `clipped_step`, after the norm has been looked at
     )
-    return get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+    _fuse_adam(optimizer)
+    return optimizer
+
+
+def _fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Step torch's Adam in one pass over memory instead of a dozen (Transformer Engine's is fused anyway)."""
+    for part in chained(optimizer):
+        inner = part.optimizer
+        if isinstance(inner, torch.optim.Adam):  # AdamW is one
+            inner.defaults["fused"] = True
+            for group in inner.param_groups:
+                group["fused"] = True
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: PolicyConfig) -> OptimizerParamScheduler:

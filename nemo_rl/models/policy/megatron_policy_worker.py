@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from megatron_bridge.platform import prepare_platform
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation import configure_generation_config
+from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.megatron.engine import MegatronEngine
 from nemo_rl.models.megatron.setup import (
     build_dims,
@@ -159,12 +161,23 @@ class MegatronPolicyWorkerImpl(PolicyWorkerBase):
             self._generator = MegatronGenerator(
                 self.engine.models(),
                 self.dims,
-                self.config.generation,
+                self._generation_config(self.config.generation),
                 vocab_size=self.engine.vocab_size,
                 tokenizer=self.tokenizer,
                 max_total_sequence_length=self.config.max_total_sequence_length,
             )
         return self._generator
+
+    def _generation_config(self, config: GenerationConfig) -> GenerationConfig:
+        """With what follows from the rest of the policy: pad and stop tokens, and the number of slots."""
+        if config.pad_token_id is None and self.tokenizer is not None:
+            config = configure_generation_config(config, self.tokenizer)
+        engine = config.mcore_generation_config
+        if engine.num_slots is None:
+            tp = self.dims.tp
+            slots = -(-self.config.generation_batch_size // tp) * tp
+            config = config.with_runtime(mcore_generation_config=engine.with_runtime(num_slots=slots))
+        return config
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """Bring the weights to the device."""
