@@ -50,7 +50,7 @@ def build_grpo(config: GRPOMasterConfig, run_dir: Path) -> tuple[Context, Cadenc
     """
     grpo = config.grpo
     tokenizer = get_tokenizer(config.policy.tokenizer)
-    data = setup_response_data(tokenizer, config.data, config.env)
+    data = setup_response_data(tokenizer, config.data, config.env, max_rollout_turns=grpo.max_rollout_turns)
     train_loader = _train_loader(data, config, grpo.num_prompts_per_step, grpo.seed)
     val_loaders = _val_loaders(data, grpo.val_batch_size, "grpo.val_batch_size", drop_last=False)
     max_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(train_loader))

@@ -64,7 +64,7 @@ class StatefulDataLoader:
         self.name = name
         self.epoch = 0
         self.position = 0  # batches of this epoch that were handed out
-        self._running: Iterator[Any] | None = None  # the epoch that next() is in
+        self._running: Iterator[Any] | None = None  # batches from the current place on
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -72,29 +72,17 @@ class StatefulDataLoader:
         return full + (1 if rest and not self.drop_last else 0)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.position >= len(self):
-            self.epoch, self.position = self.epoch + 1, 0
-        batches = self._epoch_batches(self.epoch)[self.position :]
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=batches,  # type: ignore[arg-type]
-            collate_fn=self.collate_fn,
-            num_workers=self.num_workers,
-            multiprocessing_context="spawn" if self.num_workers else None,
-        )
-        for batch in loader:
-            self.position += 1
-            yield batch
-        if self.position >= len(self):
-            self.epoch, self.position = self.epoch + 1, 0
+        self._roll_over()
+        for _ in range(len(self) - self.position):
+            yield next(self)
 
     def __next__(self) -> Any:
-        while True:
-            if self._running is None:
-                self._running = iter(self)
-            for batch in self._running:
-                return batch
-            self._running = None
+        self._roll_over()
+        if self._running is None:
+            self._running = iter(self._load())
+        batch = next(self._running)
+        self.position += 1
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in plain values."""
@@ -124,6 +112,28 @@ class StatefulDataLoader:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._running = None
 
+    def _roll_over(self) -> None:
+        """Go to the next epoch if this one is used up."""
+        if self.position >= len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _load(self) -> DataLoader[Any]:
+        """All batches from here on, without end; one set of worker processes serves all epochs."""
+        return DataLoader(
+            self.dataset,
+            batch_sampler=_Endless(self._batches_from_here),
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),  # else starting it draws from the global random state
+            multiprocessing_context="spawn" if self.num_workers else None,
+        )
+
+    def _batches_from_here(self) -> Iterator[list[int]]:
+        epoch, position = self.epoch, self.position
+        while True:
+            yield from self._epoch_batches(epoch)[position:]
+            epoch, position = epoch + 1, 0
+
     def _epoch_batches(self, epoch: int) -> list[list[int]]:
         """Row indices of each batch of an epoch."""
         rows = len(self.dataset)
@@ -138,6 +148,16 @@ class StatefulDataLoader:
         """A hash of three rows: enough to notice that the data set is another one."""
         rows = sorted({0, len(self.dataset) // 2, len(self.dataset) - 1})
         return hash64(*(_row_text(self.dataset[index]) for index in rows))
+
+
+class _Endless:
+    """What ``DataLoader`` wants for a sampler: an iterable, here of lists of row indices."""
+
+    def __init__(self, start: Callable[[], Iterator[list[int]]]) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.start()
 
 
 def _row_text(row: Any) -> str:

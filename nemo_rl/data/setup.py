@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl.data.chat import find_history_rewrite
 from nemo_rl.data.config import DataConfig, ResponseDatasetConfig
 from nemo_rl.data.datasets.processed import AllTaskProcessedDataset
 from nemo_rl.data.datasets.response import Concatenation
@@ -43,6 +44,7 @@ def setup_response_data(
     env_config: Mapping[str, Any] | None = None,
     *,
     only_unmask_final: bool = False,
+    max_rollout_turns: int = 1,
 ) -> ResponseData:
     """Load, split and wrap everything that ``data`` names.
 
@@ -51,10 +53,15 @@ def setup_response_data(
         data_config: The section.
         env_config: The ``env`` section for reinforcement learning; ``None`` for supervised fine-tuning.
         only_unmask_final: ``sft.only_unmask_final``.
+        max_rollout_turns: ``grpo.max_rollout_turns``; with several turns, a chat template that rewrites history is
+            reported.
 
     Raises:
         ValueError: For anything in the section that cannot be, with the key to change.
     """
+    rewrite = find_history_rewrite(tokenizer) if max_rollout_turns > 1 else None
+    if rewrite is not None:
+        logger.warning("%s. Rollouts keep the tokens as they were sampled; a chat server would not", rewrite)
     default_processor = DEFAULT_SFT_PROCESSOR if env_config is None else DEFAULT_RL_PROCESSOR
     train_raw = _load_all(data_config.train_sets())
     validation_raw = _load_all(data_config.validation_sets())

@@ -181,6 +181,19 @@ def test_set_up_for_reinforcement_learning(tokenizer):
     assert len(rl_collate_fn([data.train[0]])["message_log"][0]) == 1
 
 
+def test_a_template_that_rewrites_history_is_reported_at_start(caplog):
+    tokenizer = build_character_tokenizer()
+    config = DataConfig(train={"dataset_name": "arithmetic", "num_examples": 4})
+    setup_response_data(tokenizer, config, {"math": MathEnvConfig()}, max_rollout_turns=3)
+    assert "rewrites earlier turns" not in caplog.text
+    drops = "m['content'].split('</think>')[-1]"
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{{{ m['content'] if loop.last else {drops} }}}}{{% endfor %}}"
+    )
+    setup_response_data(tokenizer, config, {"math": MathEnvConfig()}, max_rollout_turns=3)
+    assert "rewrites earlier turns: from token" in caplog.text
+
+
 def test_set_up_for_supervised_learning(tokenizer):
     config = DataConfig(train={"dataset_name": "arithmetic", "num_examples": 9, "split_validation_size": 4})
     data = setup_response_data(tokenizer, config)
