@@ -186,7 +186,7 @@ class MegatronEngine:
         models = self.models()
         for index, model in enumerate(models):
             prefix = f"{index}." if len(models) > 1 else ""
-            for name, value in model.state_dict().items():
+            for name, value in model.state_dict(keep_vars=True).items():
                 if isinstance(value, Tensor):
                     state[prefix + name] = value
         return state

@@ -197,6 +197,8 @@ class PolicyWorkerBase:
     def use_reference_model(self) -> Iterator[None]:
         """Run a block with the reference weights; the policy's come back bit for bit, also after an exception.
 
+        Nothing may train or gather parameters inside the block.
+
         Raises:
             ValueError: the worker was built without a reference model.
         """
@@ -205,22 +207,21 @@ class PolicyWorkerBase:
                 "this worker has no reference weights; build the policy with init_reference_model=True"
             )
         live = self.engine.named_local_state()
-        with torch.no_grad():
-            policy = {name: tensor.detach().clone() for name, tensor in live.items()}
-            _copy_into(live, self.reference_state)
+        policy = {name: tensor.data for name, tensor in live.items()}
+        _point_at(live, self.reference_state)
         try:
             yield
         finally:
-            with torch.no_grad():
-                _copy_into(live, policy)
+            _point_at(live, policy)
 
 
 _LOSS = "\0loss"  # cannot collide with the name of a loss's own metric
 
 
-def _copy_into(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def _point_at(live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Let parameters and buffers use the storage of other tensors: nothing is copied where those are on the device."""
     for name, tensor in live.items():
-        tensor.copy_(values[name])
+        tensor.data = values[name].to(tensor.device)
 
 
 def _training_results(reduced: list[dict[str, float]], steps: list[OptimStep]) -> dict[str, Any]:

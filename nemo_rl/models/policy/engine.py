@@ -71,7 +71,7 @@ class TrainEngine(Protocol):
         ...
 
     def named_local_state(self) -> dict[str, Tensor]:
-        """This rank's parameters and persistent buffers, live (not copies), by the backend's names."""
+        """This rank's parameters and persistent buffers themselves (no copies), by the backend's names."""
         ...
 
     def iter_hf_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
