@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation: the backends' common interface and what every backend's configuration needs from the
-tokenizer.
-"""
+"""Generation: the backends' common interface, and what their configuration needs from the tokenizer."""
 
 from __future__ import annotations
 

@@ -90,13 +90,17 @@ class DecodeLoop:
         self._request = request
         self._stop_table = stop_table
         self._decoder = decoder
-        self._prompts = _prompt_keys(request)
+        self._host_ids = request.input_ids.cpu()
+        self._prompts: list[Hashable] = [
+            row[:length].numpy().tobytes()
+            for row, length in zip(self._host_ids, request.lengths, strict=True)
+        ]
         self._scheduler = SlotScheduler(
             self._prompts, request.lengths, cache.num_slots, request.max_prefill_tokens
         )
         self._prompt_logits: dict[
             Hashable, Tensor
-        ] = {}  # of prompts that rows still wait for; on the sampler
+        ] = {}  # [V], on the sampler, while rows wait for the prompt
         self._matchers: dict[int, StopStringMatcher] = {}  # by slot
         device, num_slots = request.input_ids.device, cache.num_slots
         self._tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # last drawn
@@ -163,7 +167,7 @@ class DecodeLoop:
             self._offsets[slot] = length - step
             if request.stop_strings[row]:
                 assert self._decoder is not None
-                prompt = request.input_ids[row, max(0, length - 8) : length].tolist()
+                prompt = self._host_ids[row, :length].tolist()
                 self._matchers[slot] = StopStringMatcher(self._decoder, request.stop_strings[row], prompt)
         self._max_offset = max(self._offsets.values())
         for batch in admission.prefills:
@@ -236,7 +240,10 @@ class DecodeLoop:
             self._matchers.pop(slot, None)
             del self._offsets[slot]
         self._max_offset = max(self._offsets.values(), default=0)
-        self._live[torch.tensor(finished, device=self._live.device)] = 0
+        idle = torch.tensor(finished, device=self._live.device)
+        self._live[idle] = 0
+        # A free slot goes on writing at its last position, behind its prompt, which other rows may copy.
+        self._positions[idle] = self._positions[idle].clamp_max(self._cache.capacity - 1)
 
     def _responses(self) -> Responses:
         device = self._tokens.device
@@ -259,9 +266,3 @@ class DecodeLoop:
         stopped = self._stop_table[last] & (lengths > 0)
         stopped[torch.tensor(self._matched_rows, dtype=torch.int64, device=device)] = True
         return Responses(tokens, logprobs, lengths, ~stopped)
-
-
-def _prompt_keys(request: GenerationRequest) -> list[Hashable]:
-    """Equal keys for equal prompts."""
-    ids = request.input_ids.cpu().numpy()
-    return [ids[row, :length].tobytes() for row, length in enumerate(request.lengths)]

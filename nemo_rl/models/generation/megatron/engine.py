@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `megatron` generation backend: continuous batching on the policy's own model, in the policy's own
-processes.
-"""
+"""The `megatron` generation backend: continuous batching on the policy's own model, in its own processes."""
 
 from __future__ import annotations
 
@@ -120,8 +118,8 @@ class MegatronGenerator:
             leaves no room for a token gets an empty response and is marked truncated.
 
         Raises:
-            ValueError: an empty prompt, padding that is not on the right or not the pad token, or malformed stop
-                strings.
+            ValueError: an empty prompt, padding that is not on the right or not the pad token, or stop strings
+                that are malformed.
             RuntimeError: the model gave non-finite log-probabilities.
         """
         with _evaluating(self._chunks), torch.inference_mode():
@@ -156,15 +154,14 @@ class MegatronGenerator:
             raise ValueError(
                 "stop_strings need a tokenizer; pass one to MegatronGenerator, or use stop_token_ids"
             )
+        seeds = data["seeds"].to(device, torch.int64) if "seeds" in data else self._draw_seeds(len(lengths))
         return GenerationRequest(
             input_ids=input_ids.to(device),
             lengths=lengths,
             limits=[
                 max(0, min(self._config.max_new_tokens, self._max_length - length)) for length in lengths
             ],
-            seeds=data["seeds"].to(device, torch.int64)
-            if "seeds" in data
-            else self._draw_seeds(len(lengths)),
+            seeds=seeds,
             stop_strings=stop_strings,
             params=params,
             greedy=greedy,
@@ -260,14 +257,14 @@ class MegatronGenerator:
 @contextmanager
 def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Evaluation mode (no dropout, no recompute) inside; afterwards the mode that was."""
-    training = [chunk.training for chunk in chunks]
-    for chunk in chunks:
+    training = [chunk for chunk in chunks if chunk.training]
+    for chunk in training:
         chunk.eval()
     try:
         yield
     finally:
-        for chunk, mode in zip(chunks, training, strict=True):
-            chunk.train(mode)
+        for chunk in training:
+            chunk.train()
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -13,14 +13,12 @@ _COLUMN_STEP = 16  # attended lengths are rounded up to it: fewer distinct shape
 
 
 class SlotKVCache:
-    """Keys and values per layer, [slots, capacity, kv_heads / tp, d], and what the current forward pass does
-    with them.
+    """Keys and values of every layer, [slots, capacity, kv_heads / tp, d], and attention over them.
 
     The core attention of a layer calls :meth:`attend` after it has applied RoPE. Before a forward pass the
-    engine says
-    which it is: :meth:`begin_prefill` (right-padded prompts [s, b] enter slots) or :meth:`begin_decode` (one
-    token of every slot, arranged as a sequence of slots: s = slots, b = 1). Layers are allocated at their
-    first use, with the shape, type and device of the keys that they bring.
+    engine says which it is: :meth:`begin_prefill` (right-padded prompts [s, b] enter slots) or
+    :meth:`begin_decode` (one token of every slot, arranged as a sequence of slots: s = slots, b = 1). Layers
+    are allocated at their first use, with the shape, type and device of the keys that they bring.
 
     Args:
         num_slots: rows held at a time.

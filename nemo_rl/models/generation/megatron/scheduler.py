@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row enters which slot when, and where its prompt's keys and values come from. Host only, no
-tensors.
-"""
+"""Which row enters which slot when, and where its prompt's keys and values come from. No tensors."""
 
 from __future__ import annotations
 
