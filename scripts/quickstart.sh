@@ -28,12 +28,15 @@ fi
 say "2/6 SFT on arithmetic: $out/sft"
 $bin/nemo-rl sft --config configs/cpu/sft_arithmetic.yaml policy.model_name="$out/base" logger.log_dir="$out/sft"
 say "3/6 the SFT weights as a HuggingFace checkpoint: $out/sft_hf"
-$bin/megatron-bridge export "$(latest "$out/sft")/policy/weights" "$out/sft_hf" --hf "$out/base" --overwrite
+if [ ! -d "$out/sft_hf" ]; then
+  $bin/megatron-bridge export "$(latest "$out/sft")" "$out/sft_hf" --hf "$out/base"
+fi
 say "4/6 GRPO with TP=2: $out/grpo"
 $bin/nemo-rl grpo --config configs/cpu/grpo_arithmetic.yaml policy.model_name="$out/sft_hf" \
   logger.log_dir="$out/grpo" "$@"
 say "5/6 the GRPO weights as a HuggingFace checkpoint: $out/grpo_hf"
-$bin/megatron-bridge export "$(latest "$out/grpo")/policy/weights" "$out/grpo_hf" --hf "$out/sft_hf" --overwrite
+rm -rf "$out/grpo_hf"
+$bin/megatron-bridge export "$(latest "$out/grpo")" "$out/grpo_hf" --hf "$out/sft_hf"
 say "6/6 held-out accuracy of each stage, by plain transformers"
 $bin/nemo-rl plot "$out/grpo" > /dev/null
 $bin/python scripts/quickstart_report.py "$out"
