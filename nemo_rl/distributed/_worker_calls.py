@@ -31,6 +31,8 @@ _LAST_LINE_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w+): ", re.M)
 class WorkerError(RuntimeError):
     """A worker raised, died or did not answer in time.
 
+    The first line of the message says which worker, in what, and the last line of its traceback; the traceback follows.
+
     Attributes:
         rank: global rank of the worker that failed first by cause, not by time.
         worker_name: its name.
@@ -117,7 +119,8 @@ def collect(calls: Sequence[Call], deadline_s: float) -> list[Any]:
 def _failure_error(failures: list[_Failure], pending: list[Call], succeeded: int) -> WorkerError:
     first, *others = sorted(failures, key=lambda failure: failure.order)
     verb = "died during" if first.died else "failed in"
-    lines = [f"worker {first.call.name} (rank {first.call.rank}) {verb} {first.call.method}:", first.text]
+    where = f"worker {first.call.name} (rank {first.call.rank}) {verb} {first.call.method}"
+    lines = [f"{where}: {_last_line(first.text)}", first.text]
     lines += [f"also {f.call.name} (rank {f.call.rank}): {_last_line(f.text)}" for f in others]
     if pending:
         lines.append(f"no result of {_describe(pending)}")

@@ -290,6 +290,7 @@ class RayWorkerGroup:
             raise ValueError(
                 f"{method_name}: sharded data is passed by name, got {len(args)} positional arguments"
             )
+        self._require_up()
         grid = self.sharding_annotations
         if grid is None:
             raise ValueError(f"{method_name}: this worker group has no sharding annotations")
@@ -358,7 +359,12 @@ class RayWorkerGroup:
         wanted = future_bundle.return_from_workers
         return [results[rank] for rank in ranks if wanted is None or rank in wanted]
 
+    def _require_up(self) -> None:
+        if self._down is not None:
+            raise WorkerError(f"worker group {self.name_prefix} is down: {self._down}")
+
     def _called_ranks(self, zero_axes: list[str] | None) -> list[int]:
+        self._require_up()
         ranks = range(len(self._workers))
         if not zero_axes:
             return list(ranks)
@@ -376,8 +382,7 @@ class RayWorkerGroup:
         *,
         keep_result: bool = True,
     ) -> Any:
-        if self._down is not None:
-            raise WorkerError(f"worker group {self.name_prefix} is down: {self._down}")
+        self._require_up()
         actor = self._workers[rank].actor
         if keep_result:
             return getattr(actor, method).remote(*args, **kwargs)

@@ -19,7 +19,7 @@ LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
 VOCAB = 97
 
 
-def make_config(path, tp=1, pp=1, dp=1):
+def make_config(path, tp=1, pp=1, **_dp):
     optimizer = {"optimizer": "sgd", "lr": 0.1, "min_lr": 0.0, "sgd_momentum": 0.0, "weight_decay": 0.0}
     return {
         "model_name": path,
@@ -31,7 +31,7 @@ def make_config(path, tp=1, pp=1, dp=1):
         "megatron_cfg": {
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
-            "optimizer": {**optimizer, "use_distributed_optimizer": dp > 1},
+            "optimizer": {**optimizer, "use_distributed_optimizer": False},
         },
         "generation": {
             "backend": "megatron",
