@@ -110,9 +110,7 @@ def generate(
         sampling = GenerationSamplingParams(**call["sampling"]) if "sampling" in call else None
         out = dict(generator.generate(data, call["greedy"], sampling=sampling))
         assert all(not value.is_inference() for value in out.values() if isinstance(value, Tensor))
-        out["cache_bytes"] = generator.cache_bytes
-        generator.finish()
-        assert generator.cache_bytes == 0
+        out["cache_bytes"] = generator.last_cache_bytes
         results.append(out)
     return results
 

@@ -186,10 +186,8 @@ class MegatronPolicyWorkerImpl(PolicyWorkerBase):
         return True
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Free the KV cache; the next generate() call allocates one."""
+        """Nothing to free: a KV cache lives as long as its generate() call."""
         del args, kwargs
-        if self._generator is not None:
-            self._generator.finish()
         return True
 
     def invalidate_kv_cache(self) -> bool:

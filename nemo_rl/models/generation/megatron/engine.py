@@ -48,6 +48,10 @@ class MegatronGenerator:
         tokenizer: decodes responses where there are stop strings; None if there never are.
         max_total_sequence_length: prompt plus response of a row never exceed it.
 
+    Attributes:
+        last_cache_bytes: memory that the KV cache of the last call took on this rank. A cache lives as long as its
+            call: weights change between calls, and training needs the memory.
+
     Raises:
         ValueError: a configuration that cannot run, with its key and a value that works.
     """
@@ -85,7 +89,7 @@ class MegatronGenerator:
         if engine.max_model_len is not None:
             self._max_length = min(self._max_length, engine.max_model_len)
         self._stages = StageRunner(self._chunks, dims, vocab_size)
-        self._cache: SlotKVCache | None = None
+        self.last_cache_bytes = 0
 
     def _make_stop_table(self, stop_token_ids: Sequence[int]) -> Tensor:
         wrong = [token for token in stop_token_ids if not 0 <= token < self._vocab_size]
@@ -126,15 +130,6 @@ class MegatronGenerator:
             request = self._request(data, greedy, sampling or sampling_params(self._config))
             responses = self._run(request)
         return self._output(request, responses)
-
-    def finish(self) -> None:
-        """Free the KV cache; the next call allocates one."""
-        self._cache = None
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the KV cache on this rank, 0 between :meth:`finish` and the next call."""
-        return 0 if self._cache is None else self._cache.num_bytes
 
     def _request(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool, params: GenerationSamplingParams
@@ -182,11 +177,11 @@ class MegatronGenerator:
             len(active), _round_up(max((n + limit for n, limit in active), default=1), unit)
         )
         capacity = _round_up(max((n + min(limit, _FIRST_CAPACITY) for n, limit in active), default=1), unit)
-        if self._cache is None or self._cache.num_slots != slots:
-            self._cache = SlotKVCache(slots, capacity)
-        self._cache.reserve(capacity)
+        cache = SlotKVCache(slots, capacity)
         decoder = self._decoder if any(request.stop_strings) else None
-        return DecodeLoop(self._stages, self._cache, request, self._stop_table, decoder).run()
+        responses = DecodeLoop(self._stages, cache, request, self._stop_table, decoder).run()
+        self.last_cache_bytes = cache.num_bytes
+        return responses
 
     def _num_slots(self, num_rows: int, positions: int) -> int:
         """Rows decoded at a time: as configured, no more than there are, and than `buffer_size_gb` holds.
