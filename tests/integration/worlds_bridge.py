@@ -285,3 +285,25 @@ def save_distributed(path: str, checkpoint: str, tp: int, pp: int) -> None:
         Path(checkpoint).mkdir(parents=True)
     torch.distributed.barrier()
     dist_checkpointing.save(chunks[0].sharded_state_dict(), checkpoint)
+
+
+def real_logprobs(path: str, input_ids: Tensor, tp: int, vocab: int) -> Tensor:
+    """Log-probs [B, S] of a right-padded batch of real text, padding columns left out."""
+    init_megatron(tp)
+    _, chunks = build(path, tp)
+    positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+
+    def head(hidden_states: Tensor, output_layer: Any, output_weight: Any, **_: Any) -> Tensor:
+        rows = []
+        for b in range(input_ids.shape[0]):  # one row of logits at a time: the vocabulary is large
+            logits, _bias = output_layer(
+                hidden_states[:, b : b + 1], weight=output_weight, runtime_gather_output=True
+            )
+            logprobs = torch.log_softmax(logits[:-1, 0, :vocab].float(), dim=-1)
+            rows.append(logprobs.gather(-1, input_ids[b, 1:, None]).squeeze(-1))
+        return torch.nn.functional.pad(torch.stack(rows), (1, 0))
+
+    with torch.no_grad():
+        return chunks[0].eval()(
+            input_ids, positions, None, packed_seq_params=AttentionMeta(positions), output_processor=head
+        )
