@@ -22,10 +22,13 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.experience.environment_step import RowOutcome, step_environments
 from nemo_rl.experience.seeds import turn_seeds
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.interfaces import GenerationInterface, GenerationSamplingParams
 
-INVALID_ROW = "InvalidRow"
+NON_FINITE_REWARD = "NonFiniteReward"
 """Error type of a row whose reward is not a finite number."""
+
+PROMPT_TOO_LONG = "PromptTooLong"
+"""Error type of a row whose prompt leaves no room for a response; it is not sampled."""
 
 
 @dataclass
@@ -61,6 +64,7 @@ def run_multi_turn_rollout(
     greedy: bool = False,
     *,
     seeds: Tensor | None = None,
+    sampling: GenerationSamplingParams | None = None,
 ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
     """Sample a response to every row, step its environment, and go on until it ends; one turn is the special case.
 
@@ -77,6 +81,7 @@ def run_multi_turn_rollout(
         greedy: Take the most likely token instead of sampling.
         seeds: int64 [B], sampling seed of each row's first turn (:mod:`nemo_rl.experience.seeds`); later turns derive
             theirs from it. ``None`` leaves seeds to the backend.
+        sampling: Other temperature, top-p and top-k than the backend's configuration (validation has its own).
 
     Returns:
         The batch, with the same rows in the same order, and metrics. In the batch, ``message_log`` has grown by
@@ -87,7 +92,7 @@ def run_multi_turn_rollout(
         ``num_turns`` int64 [B]. ``loss_multiplier`` is 0 where ``reward_valid`` is.
 
     Raises:
-        ValueError: If a prompt leaves no room for a response, or a task has no environment.
+        ValueError: If a prompt has no tokens, or a task has no environment.
         RuntimeError: If an environment raises on every row.
     """
     rows = _start(input_batch, max_seq_len)
@@ -97,7 +102,7 @@ def run_multi_turn_rollout(
             break
         turn_rows = [rows[index] for index in active]
         row_seeds = None if seeds is None else turn_seeds(seeds[active], turn)
-        cut_off = _generate(policy_generation, turn_rows, tokenizer, greedy, row_seeds)
+        cut_off = _generate(policy_generation, turn_rows, tokenizer, greedy, row_seeds, sampling)
         outcomes = step_environments(
             [row.log for row in turn_rows],
             [row.metadata for row in turn_rows],
@@ -117,11 +122,9 @@ def _start(batch: BatchedDataDict[Any], max_seq_len: int) -> list[_Row]:
     rows = []
     for index, log in enumerate(batch["message_log"]):
         length = sum(len(message["token_ids"]) for message in log)
-        if not 0 < length < max_seq_len:
-            raise ValueError(
-                f"the prompt of row {index} has {length} tokens and policy.max_total_sequence_length="
-                f"{max_seq_len}; set data.max_input_seq_length below {max_seq_len}"
-            )
+        if length == 0:
+            raise ValueError(f"the prompt of row {index} (idx {batch['idx'][index]}) has no tokens")
+        too_long = length >= max_seq_len
         rows.append(
             _Row(
                 log=list(log),
@@ -130,6 +133,9 @@ def _start(batch: BatchedDataDict[Any], max_seq_len: int) -> list[_Row]:
                 stop_strings=batch["stop_strings"][index] if "stop_strings" in batch else None,
                 length=length,
                 prompt_length=length,
+                terminated=too_long,
+                truncated=too_long,
+                error=PROMPT_TOO_LONG if too_long else None,
             )
         )
     return rows
@@ -141,6 +147,7 @@ def _generate(
     tokenizer: TokenizerType,
     greedy: bool,
     seeds: Tensor | None,
+    sampling: GenerationSamplingParams | None,
 ) -> list[bool]:
     """Append one sampled message to each row; returns whether each response was cut off by a length limit."""
     token_rows = [joined_token_ids(row.log) for row in rows]
@@ -153,7 +160,8 @@ def _generate(
         request["stop_strings"] = [row.stop_strings for row in rows]
     if seeds is not None:
         request["seeds"] = seeds
-    output = generation.generate(request, greedy=greedy)
+    options = {} if sampling is None else {"sampling": sampling}  # backends may lack it
+    output = generation.generate(request, greedy=greedy, **options)
     for index, row in enumerate(rows):
         start, end = int(lengths[index]), int(output["unpadded_sequence_lengths"][index])
         sampled = output["output_ids"][index, start:end].clone()
@@ -181,7 +189,7 @@ def _take(row: _Row, outcome: RowOutcome) -> None:
     for name, value in outcome.rewards.items():
         row.rewards[name] = row.rewards.get(name, 0.0) + value
     if row.error is None and not all(torch.isfinite(torch.tensor(list(row.rewards.values())))):
-        row.error = INVALID_ROW
+        row.error = NON_FINITE_REWARD
     if row.error is not None:
         row.terminated = True
 

@@ -284,7 +284,7 @@ def test_named_rewards_and_rewards_that_are_not_finite():
     assert out["reward/correct"].tolist() == [1.0, 0.0, 0.0]
     assert out["reward/brief"].tolist() == [0.5, 0.0, 0.25]
     assert out["reward_valid"].tolist() == [1, 0, 1]
-    assert metrics["num_env_errors"] == 1
+    assert metrics["env_errors/NonFiniteReward"] == 1
 
 
 def test_over_long_prompts_stay_out_of_the_loss_but_keep_their_place():
@@ -294,11 +294,17 @@ def test_over_long_prompts_stay_out_of_the_loss_but_keep_their_place():
     assert out["reward_valid"].tolist() == [1.0, 1.0]
 
 
-def test_a_prompt_without_room_for_a_response():
-    with pytest.raises(ValueError, match=r"data\.max_input_seq_length"):
-        run_multi_turn_rollout(
-            Script(lambda text: "1"), prompts(["q" * 30]), TOKENIZER, {"sums": exact_math()}, 32
-        )
+def test_a_prompt_without_room_for_a_response_is_left_out():
+    batch = prompts(["q", "q" * 30], ["1", "1"])
+    out, metrics = run_multi_turn_rollout(
+        Script(lambda text: "1"), batch, TOKENIZER, {"sums": exact_math()}, 33, 1
+    )
+    assert out["errors"] == [None, "PromptTooLong"]
+    assert out["loss_multiplier"].tolist() == [1.0, 0.0]
+    assert len(out["message_log"][1]) == 1
+    assert metrics["env_errors/PromptTooLong"] == 1
+    only, _ = run_multi_turn_rollout(Script(lambda text: "1"), batch, TOKENIZER, {"sums": exact_math()}, 4, 1)
+    assert only["reward_valid"].tolist() == [0.0, 0.0]
 
 
 def test_stop_strings_reach_the_generator():
