@@ -145,7 +145,10 @@ class _Stream:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
 
-    record = wait = synchronize = wait_event = wait_stream = record_event = _nothing
+    record = wait = synchronize = wait_event = wait_stream = _nothing
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or _Stream()
 
     def query(self) -> bool:
         return True
