@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, Self, TypedDict, TypeVar
+from typing import Any, Generic, Self, TypedDict, TypeVar, overload
 
 import torch
 
@@ -202,6 +202,21 @@ class BatchedDataDict(UserDict, Generic[DictT]):
         return self
 
     # -- sharding (reference: docs/data-flow.md) ----------------------------------------------------------
+
+    @overload
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, allow_uneven_shards: bool = False
+    ) -> list[SlicedDataDict]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]: ...
 
     def shard_by_batch_size(
         self,

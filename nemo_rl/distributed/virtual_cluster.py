@@ -280,7 +280,7 @@ class RayVirtualCluster:
 
     def _device_indices(self, group: PlacementGroup) -> list[int]:
         actors = [
-            GetGPUIDActor.options(
+            GetGPUIDActor.options(  # type: ignore[attr-defined]
                 num_gpus=0.001,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=index

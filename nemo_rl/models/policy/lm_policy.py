@@ -22,6 +22,7 @@ from nemo_rl.models.generation.interfaces import (
     GenerationDatumSpec,
     GenerationInterface,
     GenerationOutputSpec,
+    GenerationSamplingParams,
 )
 from nemo_rl.models.policy.backend import CP_AXIS, DP_AXIS, PP_AXIS, TP_AXIS, backend_for, worker_grid
 from nemo_rl.models.policy.config import PolicyConfig
@@ -243,7 +244,10 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # -- generation ---------------------------------------------------------------------------------------
 
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        greedy: bool = False,
+        sampling: GenerationSamplingParams | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """One response to each prompt, with the policy's current weights, in the order of ``data``.
 
@@ -251,6 +255,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             data: ``input_ids`` int64[B, S] (right padding), ``input_lengths`` int[B], optionally ``stop_strings`` and
                 ``seeds`` int64[B]; any number of rows.
             greedy: take the likeliest token instead of sampling.
+            sampling: other temperature, top-p and top-k than the configuration's (validation has its own).
 
         Raises:
             ValueError: ``policy.generation`` is null, or a column is missing.
@@ -258,7 +263,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         if self.config.generation is None:
             raise ValueError("policy.generation is null: set policy.generation.backend=megatron to generate")
         columns = _pick_columns(data, _GENERATION_COLUMNS, _FORWARD_COLUMNS)
-        future = self._call_shards("generate", self._row_shards(columns), {"greedy": greedy})
+        future = self._call_shards(
+            "generate", self._row_shards(columns), {"greedy": greedy, "sampling": sampling}
+        )
         pad = self.config.generation.pad_token_id
         joined = BatchedDataDict.from_batches(
             future.get_results(self.worker_group), {"output_ids": 0 if pad is None else pad}
@@ -315,7 +322,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
 
     # -- weights to others --------------------------------------------------------------------------------
 
-    def init_collective(
+    def init_collective(  # type: ignore[override]  (documented twice)
         self, ip: str, port: int, world_size: int, *, train_world_size: int
     ) -> list[ray.ObjectRef]:
         """Start joining the process group of training and generation workers; the caller waits for the references."""
@@ -323,7 +330,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             "init_collective", ip, port, world_size, train_world_size=train_world_size
         )
 
-    def prepare_refit_info(self) -> dict[str, Any] | None:
+    def prepare_refit_info(self) -> dict[str, Any] | None:  # type: ignore[override]  (documented twice)
         """``{HuggingFace name: (shape, dtype)}`` of all weights."""
         return self.worker_group.call_all_workers("prepare_refit_info")[0]
 
