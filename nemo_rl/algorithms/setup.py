@@ -165,8 +165,10 @@ def resolve_device(device: str) -> str:
 
 
 def _runtime_policy(policy: PolicyConfig, tokenizer: Any, max_steps: int) -> PolicyConfig:
-    """The policy section with what is only known now."""
+    """The policy section with what is only known now; a local model becomes an absolute path for the workers."""
     facts: dict[str, Any] = {"megatron_cfg": policy.megatron_cfg.with_runtime(train_iters=max_steps)}
+    if Path(policy.model_name).is_dir():
+        facts["model_name"] = str(Path(policy.model_name).absolute())
     if policy.generation is not None:
         facts["generation"] = configure_generation_config(policy.generation, tokenizer)
     return policy.with_runtime(**facts)
