@@ -18,7 +18,14 @@ import megatron_bridge.models  # noqa: F401  (registers the families)
 from megatron_bridge.comm import gather_objects
 from megatron_bridge.errors import CheckpointError, UnsupportedModelError
 from megatron_bridge.export import HFWeight, export_weights, hf_specs
-from megatron_bridge.hf_io import HFCheckpoint, ShardedWriter, atomic_directory, copy_companions, parse_size
+from megatron_bridge.hf_io import (
+    HFCheckpoint,
+    ShardedWriter,
+    atomic_directory,
+    copy_companions,
+    parse_size,
+    set_config_dtype,
+)
 from megatron_bridge.load import load_weights
 from megatron_bridge.mapping.base import Geometry, Shard
 from megatron_bridge.plan import ParamTask, build_plan, groups_of, unwrap
@@ -202,12 +209,38 @@ class AutoBridge:
     ) -> None:
         with atomic_directory(path) as temporary:
             dtype = next(iter(specs.values()))[1]
-            if self.path is None:
+            if self.path is not None:
+                copy_companions(self.path, temporary)
+            if self._config_differs_from_file():
                 self.config.save_pretrained(temporary)
-                copy_companions(temporary, temporary, dtype)
-            else:
-                copy_companions(self.path, temporary, dtype)
+            set_config_dtype(temporary, dtype)
             ShardedWriter(temporary, specs, max_shard_bytes).write(stream)
+
+    def _config_differs_from_file(self) -> bool:
+        """Whether the bridge was made with another config than its directory holds (or without a directory)."""
+        if self.path is None:
+            return True
+        stored = type(self.config).from_pretrained(self.path)
+        return stored.to_dict() != self.config.to_dict()
+
+    # -- conversion without a job --------------------
+
+    @classmethod
+    def import_ckpt(cls, hf_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+        """HuggingFace directory -> layout-free megatron-core checkpoint; see :func:`convert.import_checkpoint`."""
+        from megatron_bridge.convert import import_checkpoint
+
+        import_checkpoint(hf_dir, path)
+
+    def export_ckpt(self, checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+        """Megatron-core checkpoint of this model -> HuggingFace directory; see :func:`convert.export_checkpoint`."""
+        from megatron_bridge.convert import export_checkpoint
+
+        if self.path is None:
+            raise CheckpointError(
+                "this bridge was made from a config; open the HuggingFace directory instead"
+            )
+        export_checkpoint(checkpoint, path, self.path)
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 

@@ -277,24 +277,21 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copies what belongs to a model beside its weights: config, tokenizer, chat template, generation config, code.
-
-    Args:
-        source: HuggingFace directory.
-        target: directory to copy into.
-        dtype: of the exported weights; config.json says so.
-    """
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies what belongs to a model beside its weights: config, tokenizer, chat template, generation config, code."""
     for entry in sorted(source.iterdir()):
         if entry.is_file() and _TRAVELS.fullmatch(entry.name) and not _WEIGHTS.fullmatch(entry.name):
             shutil.copyfile(entry, target / entry.name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, target / templates.name)
-    config_file = target / "config.json"
-    if config_file.is_file():
-        config = json.loads(config_file.read_text())
-        name = str(dtype).removeprefix("torch.")
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        if config.get(key) != name:
-            write_file(config_file, json.dumps({**config, key: name}, indent=2) + "\n")
+
+
+def set_config_dtype(directory: Path, dtype: torch.dtype) -> None:
+    """Makes config.json name the dtype of the weights beside it; leaves the file alone if it does."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    name = str(dtype).removeprefix("torch.")
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != name:
+        write_file(file, json.dumps({**config, key: name}, indent=2) + "\n")

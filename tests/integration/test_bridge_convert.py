@@ -75,6 +75,23 @@ def test_saved_directory_loads_in_transformers(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_changed_config_is_written_not_copied(tied: str, tmp_path: Path) -> None:
+    change = {"max_position_embeddings": 123}
+    run_world(1, WORLDS + "save", path=tied, target=str(tmp_path / "out"), tp=1, pp=1, change=change)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 123
+
+
+def test_lm_head_of_a_tied_checkpoint_is_not_needed_and_not_written(tied: str, tmp_path: Path) -> None:
+    shutil.copytree(tied, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        tmp_path / "m" / "model.safetensors",
+    )
+    run_world(2, WORLDS + "save", path=str(tmp_path / "m"), target=str(tmp_path / "out"), tp=1, pp=2)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+
+
 def test_save_refuses_a_full_directory_on_every_rank(tied: str, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     with pytest.raises(AssertionError) as caught:

@@ -191,3 +191,37 @@ def test_dropout_is_reproducible_and_recompute_draws_the_same(
         for name, gradient in a["gradients"].items():
             torch.testing.assert_close(b["gradients"][name], gradient, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(c["gradients"][name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True)])
+def test_packed_rows_equal_rows_alone_and_are_isolated(paths: list[str], tp: int, sp: bool) -> None:
+    generator = torch.Generator().manual_seed(8)
+    rows = [torch.randint(0, 97, (n,), generator=generator) for n in (3, 7, 1, 6, 4)]
+    poisoned = [*rows[:1], torch.randint(0, 97, (7,), generator=generator), *rows[2:]]
+    path = paths[4]
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        expected = [hf_token_logprobs(model, row[None], torch.tensor([len(row)]))[0] for row in rows]
+    call = {"path": path, "tp": tp, "sp": sp}
+    before, after = (run_world(tp, WORLDS + "packed_logprobs", rows=r, **call)[0] for r in (rows, poisoned))
+    position = 0
+    for index, row in enumerate(rows):
+        inside = slice(position + 1, position + len(row))  # a row's first token has nothing before it
+        assert (before[inside] - expected[index][1:]).abs().max() < 1e-5 if len(row) > 1 else True
+        if index != 1:
+            assert torch.equal(before[inside], after[inside])
+        position += len(row)
+
+
+@pytest.mark.parametrize(("family", "tolerance"), [("llama", 0.0), ("qwen3", 0.0), ("qwen2", 0.1)])
+def test_bf16_rounds_like_transformers(
+    tmp_path: Path, input_ids: Tensor, family: str, tolerance: float
+) -> None:
+    # megatron-core rounds before it adds a bias, transformers after: only Qwen2 has biases.
+    tiny_model(family).to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.bfloat16)(
+            input_ids
+        ).logits
+    (logits,) = run_world(1, WORLDS + "bf16_logits", path=str(tmp_path / "m"), input_ids=input_ids)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)

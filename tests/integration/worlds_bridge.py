@@ -182,11 +182,40 @@ def fill_layers(path: str, tp: int, pp: int, vpp: int | None, first: int | None 
     return arrived
 
 
-def save(path: str, target: str, tp: int, pp: int, **options: Any) -> None:
-    """Loads and saves a HuggingFace directory."""
+def save(
+    path: str, target: str, tp: int, pp: int, change: dict[str, Any] | None = None, **options: Any
+) -> None:
+    """Loads and saves a HuggingFace directory, its config changed on the way if asked for."""
     init_megatron(tp, pp)
     bridge, chunks = build(path, tp, pp)
+    for name, value in (change or {}).items():
+        setattr(bridge.config, name, value)
     bridge.save_hf_pretrained(chunks, target, **options)
+
+
+def packed_logprobs(path: str, rows: list[Tensor], tp: int, sp: bool) -> Tensor:
+    """Rows packed into one, padded to a multiple of 4; log-probs [T] of tokens given those before in their row."""
+    init_megatron(tp)
+    _, chunks = build(path, tp, sp=sp)
+    lengths = torch.tensor([len(row) for row in rows])
+    padding = -int(lengths.sum()) % 4
+    input_ids = torch.nn.functional.pad(torch.cat(rows), (0, padding))[None]
+    positions = torch.cat([torch.arange(len(row)) for row in rows] + [torch.arange(padding)])[None]
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    meta = AttentionMeta(positions, cu_seqlens)
+    with torch.no_grad():
+        return chunks[0].eval()(
+            input_ids, positions, None, packed_seq_params=meta, output_processor=token_logprobs
+        )[0]
+
+
+def bf16_logits(path: str, input_ids: Tensor) -> Tensor:
+    """[B, S, V] logits of a bf16 model."""
+    init_megatron()
+    _, chunks = build(path, dtype=torch.bfloat16)
+    positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+    with torch.no_grad():
+        return chunks[0].eval()(input_ids, positions, None, packed_seq_params=AttentionMeta(positions))
 
 
 def error_of(path: str, tp: int = 1, pp: int = 1, **options: Any) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,18 @@ def test_unknown_architecture_lists_what_is_supported(tmp_path: Path) -> None:
 def test_a_directory_without_config_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         AutoBridge.from_hf_pretrained(tmp_path)
+
+
+def test_older_rope_scaling_form_is_understood(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 64
+    config = json.loads(smollm2().to_json_string(use_diff=False))
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "rope_theta": 1234.0, "rope_scaling": scaling})
+    )
+    old = AutoBridge.from_hf_pretrained(tmp_path).to_megatron_provider()
+    new = smollm2()
+    new.rope_parameters = {**scaling, "rope_theta": 1234.0}
+    assert torch.equal(old.rotary.inv_freq, provider(new).rotary.inv_freq)
+    assert not torch.equal(old.rotary.inv_freq, provider().rotary.inv_freq)

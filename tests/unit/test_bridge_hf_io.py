@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_bridge.errors import CheckpointError
-from megatron_bridge.hf_io import HFCheckpoint, ShardedWriter, atomic_directory, copy_companions, parse_size
+from megatron_bridge.hf_io import (
+    HFCheckpoint,
+    ShardedWriter,
+    atomic_directory,
+    copy_companions,
+    parse_size,
+    set_config_dtype,
+)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -124,10 +131,12 @@ def test_companions_travel_and_weights_do_not(tmp_path: Path) -> None:
     for name in stay + go:
         (source / name).write_text(name)
     (source / "config.json").write_text(json.dumps({"dtype": "float32", "x": 1}))
-    copy_companions(source, target, torch.bfloat16)
+    copy_companions(source, target)
+    set_config_dtype(target, torch.bfloat16)
     assert {entry.name for entry in target.iterdir()} == {*go, "config.json"}
     assert json.loads((target / "config.json").read_text()) == {"dtype": "bfloat16", "x": 1}
-    copy_companions(source, target, torch.float32)
+    copy_companions(source, target)
+    set_config_dtype(target, torch.float32)
     assert (target / "config.json").read_text() == (source / "config.json").read_text(), "unchanged bytes"
 
 
