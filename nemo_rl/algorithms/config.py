@@ -326,19 +326,6 @@ class GRPOMasterConfig(MasterConfig):
             yield Violation("policy.generation.top_p", f"{generation.top_p}: {reason} 1.0")
         if generation.top_k not in (None, -1, 0):
             yield Violation("policy.generation.top_k", f"{generation.top_k}: {reason} null")
-        if generation.val_temperature not in (0, generation.temperature):
-            yield Violation(
-                "policy.generation.val_temperature",
-                "validation is greedy (0) or samples as training does; set it to 0, or leave it out",
-                ("policy.generation.temperature",),
-            )
-        for key in ("top_p", "top_k"):
-            if generation[f"val_{key}"] != generation[key]:
-                yield Violation(
-                    f"policy.generation.val_{key}",
-                    f"validation samples as training does; leave it out, or set it to generation.{key}",
-                    (f"policy.generation.{key}",),
-                )
         if generation.temperature == 0:
             yield Violation(
                 "policy.generation.temperature", "0 explores nothing and has no log-probs; set it to 1.0"

@@ -27,6 +27,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.experience.rollouts import run_multi_turn_rollout
 from nemo_rl.experience.seeds import VALIDATION_STEP_OFFSET, batch_seeds
+from nemo_rl.models.generation.interfaces import GenerationSamplingParams, sampling_params
 from nemo_rl.utils.timer import Timer
 
 
@@ -92,7 +93,11 @@ class GRPO:
         )
 
     def rollout(
-        self, prompts: BatchedDataDict[Any], seeds: Tensor, timer: Timer, greedy: bool = False
+        self,
+        prompts: BatchedDataDict[Any],
+        seeds: Tensor,
+        timer: Timer,
+        sampling: GenerationSamplingParams | None = None,
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """Sample responses and step the environments until every row has ended.
 
@@ -100,7 +105,7 @@ class GRPO:
             prompts: rows of the data set [B], each once per sample wanted.
             seeds: int64 [B], one per row, a function of run seed, step, prompt and place in the group.
             timer: gets the phases.
-            greedy: take the likeliest token instead of sampling.
+            sampling: other temperature, top-p and top-k than in training.
         """
         grpo, generation = self.config.grpo, self.context.generation
         with timer.time("prepare_for_generation"):
@@ -114,8 +119,8 @@ class GRPO:
                 task_to_env=dict(self.context.environments),
                 max_seq_len=self.config.policy.max_total_sequence_length,
                 max_rollout_turns=grpo.max_rollout_turns,
-                greedy=greedy,
                 seeds=seeds,
+                sampling=sampling,
             )
             generation.finish_generation()
         return out
@@ -186,20 +191,21 @@ class GRPO:
     def validate(self, step: int, timer: Timer) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Accuracy on held-out prompts, per validation set and as the mean over all rows.
 
-        `policy.generation.val_temperature: 0` decodes greedily; otherwise rows are sampled as in training.
+        Sampled with `policy.generation.val_temperature` (0 decodes greedily), `val_top_p` and `val_top_k`.
         """
         grpo, generation = self.config.grpo, self.config.policy.generation
         assert generation is not None
         metrics: dict[str, float] = {}
         rows: list[dict[str, Any]] = []
         totals: list[Tensor] = []
+        sampling = sampling_params(generation, validation=True)
         for name, loader in self.context.val_loaders.items():
             parts = []
             left = grpo.max_val_samples
             for index, batch in enumerate(loader):
                 batch = batch.slice(0, min(left, batch.size))
                 seeds = batch_seeds(grpo.seed + index, step + VALIDATION_STEP_OFFSET, batch.size, 1)
-                rollouts, _ = self.rollout(batch, seeds, timer, greedy=generation.val_temperature == 0)
+                rollouts, _ = self.rollout(batch, seeds, timer, sampling)
                 parts.append(rollouts)
                 left -= batch.size
                 if left <= 0:

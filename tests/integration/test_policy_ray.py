@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.algorithms.loss.nll import NLLLoss
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.worker_groups import WorkerError, WorkerInputError
+from nemo_rl.models.generation.interfaces import GenerationSamplingParams
 from nemo_rl.models.policy.lm_policy import Policy
 from tests.support.models import hf_token_logprobs, tiny_hf_dir
 
-LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "dp3": {"dp": 3}}
 VOCAB = 97
 
 
@@ -24,8 +25,8 @@ def make_config(path, tp=1, pp=1, **_dp):
     return {
         "model_name": path,
         "precision": "float32",
-        "train_global_batch_size": 4,
-        "train_micro_batch_size": 2,
+        "train_global_batch_size": 6,
+        "train_micro_batch_size": 1,
         "logprob_batch_size": 2,
         "max_total_sequence_length": 32,
         "megatron_cfg": {
@@ -43,18 +44,18 @@ def make_config(path, tp=1, pp=1, **_dp):
     }
 
 
-def make_data(rows=8, length=12):
+def make_data(rows=12, length=12):
     generator = torch.Generator().manual_seed(5)
-    lengths = torch.tensor([12, 5, 9, 7, 3, 12, 8, 10])[:rows]
+    lengths = torch.tensor([12, 5, 9, 7, 3, 12, 8, 10, 4, 11, 6, 7])[:rows]
     positions = torch.arange(length)
-    ids = torch.randint(1, VOCAB, (8, length), generator=generator)[:rows]
+    ids = torch.randint(1, VOCAB, (12, length), generator=generator)[:rows]
     mask = (positions < lengths[:, None]).float()
     return BatchedDataDict(
         {
             "input_ids": ids * mask.long(),
             "input_lengths": lengths,
             "token_mask": mask * (positions >= 2),
-            "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1])[:rows],
+            "sample_mask": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1])[:rows],
             "seeds": torch.arange(100, 100 + rows),
         }
     )
@@ -69,6 +70,7 @@ def use(policy, export_dir):
         "topk": policy.get_topk_logits(five, k=3)["topk_logits"],
         "samples": policy.generate(five),
         "greedy": policy.generate(five, greedy=True),
+        "sampling": policy.generate(five, sampling=GenerationSamplingParams(temperature=0.0)),
         "evaluated": policy.train(data, NLLLoss(), eval_mode=True),
         "trained": policy.train(data, NLLLoss()),
         "after": policy.get_logprobs(data)["logprobs"],
@@ -107,10 +109,11 @@ def test_one_worker_equals_transformers(single, model):
     assert single["trained"]["loss"].shape == (2,)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["tp2", "pp2", "dp2", pytest.param("dp3", marks=pytest.mark.slow)])
 def test_layout_equals_one_worker(cpu_cluster, single, model, tmp_path, name):
     layout = LAYOUTS[name]
-    policy = Policy(cpu_cluster(2), make_config(model, **layout), tokenizer=None, name_prefix=name)
+    workers = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    policy = Policy(cpu_cluster(workers), make_config(model, **layout), tokenizer=None, name_prefix=name)
     assert policy.data_parallel_size == layout.get("dp", 1)
     got = use(policy, tmp_path)
     for key in ("logprobs", "logprobs_5", "after", "reference", "topk"):
@@ -125,6 +128,7 @@ def test_layout_equals_one_worker(cpu_cluster, single, model, tmp_path, name):
         for key in ("output_ids", "generation_lengths", "unpadded_sequence_lengths"):
             assert torch.equal(got[kind][key], single[kind][key]), (kind, key)
         assert (got[kind]["logprobs"] - single[kind]["logprobs"]).abs().max() < 1e-5
+    assert torch.equal(got["sampling"]["output_ids"], got["greedy"]["output_ids"])
     assert got["refit"] == single["refit"]
     data = make_data()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -154,8 +158,8 @@ def test_checkpoint_goes_on_where_it_was(cpu_cluster, model, tmp_path):
     # misuse of a living policy: the messages say what to change, and the policy goes on
     with pytest.raises(ValueError, match=r"train_global_batch_size to a divisor of 5"):
         second.train(make_data(5), NLLLoss())
-    with pytest.raises(ValueError, match=r"column 'wide' has shape \(8, 3\)"):
-        second.train(BatchedDataDict({**data, "wide": torch.zeros(8, 3)}), NLLLoss())
+    with pytest.raises(ValueError, match=r"column 'wide' has shape \(12, 3\)"):
+        second.train(BatchedDataDict({**data, "wide": torch.zeros(12, 3)}), NLLLoss())
     with pytest.raises(ValueError, match=r"lacks \['input_lengths'\]"):
         second.get_logprobs(BatchedDataDict({"input_ids": data["input_ids"]}))
     with pytest.raises(ValueError, match=r"reward_model_cfg\.enabled=true"):

@@ -128,13 +128,17 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def generate(
-        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        greedy: bool,
+        sampling: GenerationSamplingParams | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate one response to each prompt; rows of the result stand in the order of `data`.
 
         Args:
             data: prompts.
             greedy: take the most likely token instead of drawing one.
+            sampling: other temperature, top-p and top-k than the configuration's (validation has its own).
         """
 
     @abstractmethod

@@ -106,7 +106,6 @@ class MegatronGenerator:
         self,
         data: BatchedDataDict[GenerationDatumSpec],
         greedy: bool = False,
-        *,
         sampling: GenerationSamplingParams | None = None,
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Generate one response to each prompt. Collective over the ranks of one model copy (tp x pp).
