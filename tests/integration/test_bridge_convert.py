@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_bridge import AutoBridge
 from megatron_bridge.cli import main
 from tests.support.models import tiny_hf_dir, tiny_model
 from tests.support.world import run_world
@@ -140,11 +141,15 @@ def test_a_step_of_a_parallel_run_is_exported(tmp_path: Path) -> None:
 def test_dtype_of_an_import_is_the_files(tmp_path: Path) -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "m")
-    assert main(["import", str(tmp_path / "m"), str(tmp_path / "c")]) == 0
+    AutoBridge.import_ckpt(tmp_path / "m", tmp_path / "c")
     from torch.distributed.checkpoint import FileSystemReader
 
     stored = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata
     assert stored["embedding.word_embeddings.weight"].properties.dtype == torch.bfloat16
+    AutoBridge.from_hf_pretrained(tmp_path / "m").export_ckpt(tmp_path / "c", tmp_path / "back")
+    source, back = (load_file(tmp_path / name / "model.safetensors") for name in ("m", "back"))
+    assert source.keys() == back.keys()
+    assert all(torch.equal(source[name], back[name]) for name in source)
 
 
 def damaged(tied: str, target: Path, damage: str) -> None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_bridge import AutoBridge
+from megatron_bridge.export import export_weights
 from megatron_bridge.layers.attention import AttentionMeta
-from megatron_bridge.plan import named_parameters
+from megatron_bridge.plan import groups_of, named_parameters, unwrap
 from tests.support.world import init_megatron
 
 
@@ -104,6 +107,9 @@ def logprobs_and_round_trip(
         for name, tensor in bridge.export_hf_weights(chunks):
             assert name not in exported, f"{name} came twice"
             exported[name] = tensor.clone()
+        specs = bridge.hf_weight_specs(chunks)
+        assert {n: (tuple(t.shape), t.dtype) for n, t in exported.items()} == specs
+        _check_bucket_sizes(bridge, chunks, exported)
         with torch.no_grad():
             logprobs = run([c.eval() for c in chunks], input_ids, forward_only=True)
         results.append(
@@ -114,10 +120,24 @@ def logprobs_and_round_trip(
                     n for n, t in source.items() if n not in exported or not torch.equal(exported[n], t)
                 ],
                 "shapes": {n: tuple(p.shape) for n, p in named_parameters(chunks)},
-                "specs": bridge.hf_weight_specs(chunks),
+                "specs": specs,
             }
         )
     return results
+
+
+def _check_bucket_sizes(bridge: AutoBridge, chunks: list[Any], exported: dict[str, Tensor]) -> None:
+    """However the parameters are bundled, and with a conversion on the way, the stream is the same."""
+    groups, geometry = groups_of(unwrap(chunks[0])), bridge._geometry(chunks)
+    for size, dtype in ((1, None), (3000, None), (3000, torch.bfloat16)):
+        stream = export_weights(
+            bridge.plan(chunks), geometry, groups, torch.device("cpu"), dtype, bucket_bytes=size
+        )
+        names = []
+        for name, tensor in stream:
+            names.append(name)
+            assert torch.equal(tensor, exported[name].to(dtype or tensor.dtype)), (name, size, dtype)
+        assert names == list(exported)
 
 
 def gradients(
@@ -149,6 +169,8 @@ def bf16_round_trip(path: str, tp: int, pp: int) -> list[str]:
     """Names whose bits changed on the way through a bf16 model."""
     init_megatron(tp, pp)
     bridge, chunks = build(path, tp, pp, dtype=torch.bfloat16)
+    config = DistributedDataParallelConfig()
+    chunks = [DistributedDataParallel(c.config, config, Float16Module(c.config, c)) for c in chunks]
     source = load_file(Path(path) / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in source.values())
     exported = {name: tensor.clone() for name, tensor in bridge.export_hf_weights(chunks)}
