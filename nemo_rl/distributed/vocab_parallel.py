@@ -22,6 +22,9 @@ from torch.distributed import ProcessGroup
 DEFAULT_CHUNK_ELEMENTS = 2**25
 """Logits of one chunk that are held at a time, if the chunk size is not given: 128 MiB of float32."""
 
+KEPT_ELEMENTS = 2**27
+"""Logits that the forward pass may keep for the backward pass, if the chunk size is not given: 512 MiB of float32."""
+
 
 @dataclass(frozen=True)
 class Projection:
@@ -80,6 +83,60 @@ def _own_target(targets: Tensor, projection: Projection) -> tuple[Tensor, Tensor
     return local.masked_fill(~ours, 0), ours
 
 
+@dataclass(frozen=True)
+class _Softmax:
+    """How this rank gets its columns of log p from hidden states, a chunk of tokens at a time.
+
+    Attributes:
+        projection: this rank's rows of the output layer.
+        temperature: logits are divided by it.
+        group: ranks over which the vocabulary is split, or None.
+        chunk: tokens per chunk.
+        keep: keep the log p of all chunks for the backward pass, instead of computing them again.
+    """
+
+    projection: Projection
+    temperature: float
+    group: ProcessGroup | None
+    chunk: int
+    keep: bool
+
+    def parts(self, num_tokens: int) -> list[slice]:
+        """The chunks of ``num_tokens`` tokens."""
+        return [slice(start, start + self.chunk) for start in range(0, num_tokens, self.chunk)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[c, H] -> float32 [c, v]."""
+        logits = self.projection(hidden)
+        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+
+    def logprobs(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[c, H] -> float32 [c, v] log p, and the log normaliser [c] where the vocabulary is split.
+
+        Collective over the group. torch's log_softmax is the fastest pass over a row on any device, so ranks use it on
+        their columns and then shift by what the other columns add.
+        """
+        logits = self.logits(hidden)
+        if self.group is None:
+            return torch.log_softmax(logits, dim=-1), None
+        if self.projection.num_real == 0:  # nothing but padding on this rank
+            logprobs, own = logits, logits.new_full(logits.shape[:1], float("-inf"))
+        else:
+            logprobs = torch.log_softmax(logits, dim=-1)
+            own = logits.amax(dim=-1) - logprobs.amax(dim=-1)
+        largest = _all_reduce(own.clone(), dist.ReduceOp.MAX, self.group)
+        total = _all_reduce((own - largest).exp_(), dist.ReduceOp.SUM, self.group)
+        normalizer = total.log_().add_(largest)
+        return logprobs.add_((own - normalizer).clamp_(max=0.0).unsqueeze(-1)), normalizer
+
+    def logprobs_again(self, hidden: Tensor, normalizer: Tensor | None) -> Tensor:
+        """The same without communication, given the normaliser of the first time."""
+        logits = self.logits(hidden)
+        return (
+            torch.log_softmax(logits, dim=-1) if normalizer is None else logits.sub_(normalizer.unsqueeze(-1))
+        )
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """(hidden, weight, bias) -> log-probs of targets and, if asked, entropies; see :func:`token_logprobs`."""
 
@@ -90,106 +147,96 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        projection: Projection,
-        temperature: float,
-        group: ProcessGroup | None,
-        chunk: int,
+        softmax: _Softmax,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        num_tokens = hidden.shape[0]
-        normalizer = hidden.new_empty(num_tokens, dtype=torch.float32)
-        chosen = torch.empty_like(normalizer)
-        entropy = torch.empty_like(normalizer) if with_entropy else None
-        column, ours = _own_target(targets, projection)
-        kept = None
-        for start in range(0, num_tokens, chunk):
-            part = slice(start, start + chunk)
-            logits = projection(hidden[part])
-            if temperature != 1.0:
-                logits.div_(temperature)
-            normalizer[part] = _log_normalizer(logits, group)
-            chosen[part] = logits.gather(-1, column[part].unsqueeze(-1)).squeeze(-1)
+        num_tokens, group = hidden.shape[0], softmax.group
+        chosen = hidden.new_empty(num_tokens, dtype=torch.float32)
+        normalizer = torch.empty_like(chosen) if group is not None else None
+        entropy = torch.empty_like(chosen) if with_entropy else None
+        column, ours = _own_target(targets, softmax.projection)
+        kept = []
+        for part in softmax.parts(num_tokens):
+            logprobs, part_normalizer = softmax.logprobs(hidden[part])
+            if normalizer is not None and part_normalizer is not None:
+                normalizer[part] = part_normalizer
+            chosen[part] = logprobs.gather(-1, column[part].unsqueeze(-1)).squeeze(-1)
             if entropy is not None:
-                logprobs = logits - normalizer[part].unsqueeze(-1)
                 probs = logprobs.exp()
-                entropy[part] = -(probs.mul_(logprobs.masked_fill_(probs == 0, 0.0))).sum(dim=-1)
-            if num_tokens <= chunk and any(ctx.needs_input_grad[:3]):
-                kept = logits  # a single chunk fits the memory bound by itself: no need to compute it again
+                entropy[part] = probs.mul_(logprobs.clamp(min=_LOWEST)).sum(dim=-1).neg_()
+            if softmax.keep:
+                kept.append(logprobs)
         chosen = _all_reduce(chosen.masked_fill_(~ours, 0.0), dist.ReduceOp.SUM, group)
         if entropy is not None:
             _all_reduce(entropy, dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(hidden, weight, bias, column, ours, normalizer, entropy, kept)
-        ctx.settings = (projection, temperature, chunk)
-        return chosen - normalizer, entropy
+        ctx.save_for_backward(hidden, weight, bias, column, ours, normalizer, entropy, *kept)
+        ctx.softmax = softmax
+        return chosen, entropy
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, column, ours, normalizer, entropy, kept = ctx.saved_tensors
-        projection, temperature, chunk = ctx.settings
+        hidden, weight, bias, column, ours, normalizer, entropy, *kept = ctx.saved_tensors
+        softmax: _Softmax = ctx.softmax
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        num_tokens = hidden.shape[0]
-        one_chunk = num_tokens <= chunk
+        parts = softmax.parts(hidden.shape[0])
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = None
-        if need_weight:
-            grad_weight = torch.zeros_like(weight, dtype=weight.dtype if one_chunk else torch.float32)
+        # Over several chunks the sum is kept in float32.
+        sum_dtype = weight.dtype if len(parts) <= 1 else torch.float32
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
-        for start in range(0, num_tokens, chunk):
-            part = slice(start, start + chunk)
-            if kept is not None:
-                logits = kept
+        for index, part in enumerate(parts):
+            if kept:
+                logprobs = kept[index]
             else:
-                logits = projection(hidden[part])
-                if temperature != 1.0:
-                    logits.div_(temperature)
+                logprobs = softmax.logprobs_again(
+                    hidden[part], None if normalizer is None else normalizer[part]
+                )
             grad_logits = _grad_logits(
-                logits,
+                logprobs,
                 column[part],
                 ours[part],
-                normalizer[part],
                 None if entropy is None else entropy[part],
-                None if grad_logprobs is None else grad_logprobs[part] / temperature,
-                None if grad_entropy is None else grad_entropy[part] / temperature,
+                None if grad_logprobs is None else grad_logprobs[part] / softmax.temperature,
+                None if grad_entropy is None else grad_entropy[part] / softmax.temperature,
             ).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                if one_chunk:
-                    torch.mm(grad_logits.t(), hidden, out=grad_weight)
-                elif grad_weight.dtype == grad_logits.dtype:
+                if grad_weight.dtype == grad_logits.dtype:
                     grad_weight.addmm_(grad_logits.t(), hidden[part])
                 else:
                     grad_weight.add_(grad_logits.t() @ hidden[part])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(dim=0)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+_LOWEST = -1e30  # stands in for log 0 = -inf where it is multiplied by a probability of 0
 
 
 def _grad_logits(
-    logits: Tensor,
+    logprobs: Tensor,
     column: Tensor,
     ours: Tensor,
-    normalizer: Tensor,
     entropy: Tensor | None,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
     """Gradient of this rank's logits [c, v]: g (onehot - p) for log-probs, -h p (log p + H) for entropies."""
-    probs = logits - normalizer.unsqueeze(-1)
+    probs = logprobs.exp()
     grad = None
     if entropy is not None and grad_entropy is not None:
-        logprobs = probs
-        probs = logprobs.exp()
-        grad = logprobs.masked_fill_(probs == 0, 0.0).add_(entropy.unsqueeze(-1))
+        grad = logprobs.clamp(min=_LOWEST).add_(entropy.unsqueeze(-1))
         grad.mul_(probs).mul_(-grad_entropy.unsqueeze(-1))
-    else:
-        probs.exp_()
     if grad_logprobs is not None:
         part = probs.mul_(-grad_logprobs.unsqueeze(-1))
         part.scatter_add_(-1, column.unsqueeze(-1), (grad_logprobs * ours).unsqueeze(-1))
@@ -221,17 +268,13 @@ def token_logprobs(
     Returns:
         float32 [t] log-probs, and float32 [t] entropies or None; the same on every tensor-parallel rank.
     """
-    return _TokenLogprobs.apply(
-        hidden,
-        projection.weight,
-        projection.bias,
-        targets,
-        projection,
-        temperature,
-        tp_group,
-        projection.chunk_size(chunk_size),
-        with_entropy,
+    chunk = projection.chunk_size(chunk_size)
+    elements = hidden.shape[0] * projection.weight.shape[0]
+    keep = torch.is_grad_enabled() and (
+        hidden.shape[0] <= chunk or (chunk_size is None and elements <= KEPT_ELEMENTS)
     )
+    softmax = _Softmax(projection, temperature, tp_group, chunk, keep)
+    return _TokenLogprobs.apply(hidden, projection.weight, projection.bias, targets, softmax, with_entropy)
 
 
 @torch.no_grad()
@@ -326,7 +369,8 @@ class _LogitsLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
         shard, column, ours, normalizer = ctx.saved_tensors
-        grad_logits = _grad_logits(shard.float(), column, ours, normalizer, None, grad, None)
+        logprobs = shard.float() - normalizer.unsqueeze(-1)
+        grad_logits = _grad_logits(logprobs, column, ours, None, grad, None)
         return grad_logits.to(shard.dtype), None, None, None
 
 
