@@ -68,11 +68,12 @@ def package_path() -> str:
     return os.pathsep.join(dict.fromkeys(entries))
 
 
-def start_local_ray(log_dir: str | None = None) -> LocalRay:
+def start_local_ray(log_dir: str | None = None, *options: str) -> LocalRay:
     """Start a Ray on a loopback address with an allow-listed environment, its own token and temporary directory.
 
     Args:
         log_dir: where Ray's logs are copied when it stops; None discards them.
+        *options: more options of ``ray start``.
 
     Raises:
         RuntimeError: Ray did not start; the message ends with what it printed.
@@ -99,7 +100,7 @@ def start_local_ray(log_dir: str | None = None) -> LocalRay:
         "--port=0",
     ]
     command += [f"--node-ip-address={_LOOPBACK}", f"--temp-dir={temp_dir}", "--include-dashboard=false"]
-    command += ["--disable-usage-stats", "--log-style=record", "--dashboard-agent-listen-port=0"]
+    command += ["--disable-usage-stats", "--log-style=record", "--dashboard-agent-listen-port=0", *options]
     spec = {"command": command, "temp_dir": str(temp_dir), "log_dir": log_dir, "deadline": _START_DEADLINE_S}
     supervisor = subprocess.Popen(
         [sys.executable, "-I", str(Path(__file__).with_name("_ray_supervisor.py")), json.dumps(spec)],

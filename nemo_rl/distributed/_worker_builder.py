@@ -69,7 +69,7 @@ class RayWorkerBuilder:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group,
                 placement_group_bundle_index=placement_group_bundle_index,
-                placement_group_capture_child_tasks=True,
+                placement_group_capture_child_tasks=False,  # the bundle has no room for more
             ),
             runtime_env=runtime_env,
             **options,

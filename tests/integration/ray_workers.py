@@ -35,6 +35,9 @@ class EchoWorker:
     def pid(self) -> int:
         return os.getpid()
 
+    def gpu_ids(self) -> list[Any]:
+        return ray.get_gpu_ids()
+
     def constructor_arguments(self) -> tuple[Any, Any]:
         return self.args, self.kwargs
 

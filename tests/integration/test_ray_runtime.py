@@ -74,3 +74,18 @@ def test_attaching_leaves_the_cluster_alone(tmp_path: Path) -> None:
     owner.send_signal(signal.SIGTERM)
     owner.wait(60)
     assert_all_gone(ours)
+
+
+def test_workers_of_two_groups_share_gpus(tmp_path: Path) -> None:
+    """On a node that claims GPUs 4 to 7: LOCAL_RANK is the index of the worker's GPU among the visible ones."""
+    process, report = start_driver(tmp_path, "fake-gpus")
+    assert process.wait(60) == 0
+    for envs, ids in zip(report["environments"], report["ids"], strict=True):
+        assert [env["NRL_DEVICE"] for env in envs] == ["cuda"] * 3
+        assert [env["CUDA_VISIBLE_DEVICES"] for env in envs] == ["4,5,6,7"] * 3
+        assert [int(env["LOCAL_RANK"]) + 4 for env in envs] == [int(gpu) for [gpu] in ids]
+        assert len({env["LOCAL_RANK"] for env in envs}) == 3
+    assert report["ids"][0] == report["ids"][1]
+    assert report["free"] == 1.0
+    assert "requested 2 GPUs" in report["refused"]
+    assert "4 (1 free)" in report["refused"]
