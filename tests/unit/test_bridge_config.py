@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +181,9 @@ def test_older_rope_scaling_form_is_understood(tmp_path: Path) -> None:
     new.rope_parameters = {**scaling, "rope_theta": 1234.0}
     assert torch.equal(old.rotary.inv_freq, provider(new).rotary.inv_freq)
     assert not torch.equal(old.rotary.inv_freq, provider().rotary.inv_freq)
+
+
+def test_arguments_are_parsed_without_torch() -> None:
+    code = "import sys, megatron_bridge.cli as c; c._parser().parse_args(['models']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
