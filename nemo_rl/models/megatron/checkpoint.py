@@ -131,7 +131,7 @@ def load_optimizer(path: str, models: list[GPTModel], optimizer: MegatronOptimiz
     shards = _shards(optimizer)
     for param_name, param, sharded in _optimized_parameters(models):
         for name in names:
-            whole = torch.empty(param.shape, dtype=torch.float32, device=param.device)
+            whole = torch.empty(param.shape, dtype=torch.float32)
             key = f"{name}.{param_name}"
             wanted[key] = make_sharded_optimizer_tensor(sharded, whole, f"optimizer.{name}")
             targets[key] = (param, name)
@@ -240,7 +240,10 @@ def _common_step(shards: dict[int, _Shard]) -> float | None:
 
 
 def _gather(param: Tensor, shard: _Shard | None, name: str, group: ProcessGroup | None) -> Tensor:
-    """One state of a whole (tensor-parallel) parameter; with ``group``, put together from its ranks' pieces."""
+    """One state of a whole (tensor-parallel) parameter; with ``group``, its ranks' pieces put together on the first.
+
+    The others only say what shape there is: the first one writes.
+    """
     value = None
     if shard is not None:
         value = shard.main.detach() if name == _MASTER else shard.state.get(name)
@@ -250,8 +253,10 @@ def _gather(param: Tensor, shard: _Shard | None, name: str, group: ProcessGroup 
     if value is not None and shard is not None:
         whole[shard.start : shard.start + value.numel()] = value.reshape(-1)
     if group is not None:
-        dist.all_reduce(whole, group=group)
-    return whole.reshape(param.shape)
+        dist.reduce(whole, group_dst=0, group=group)
+        if group.rank() > 0:
+            return torch.zeros(()).expand(param.shape)
+    return whole.cpu().reshape(param.shape)
 
 
 def _scatter(whole: Tensor, shard: _Shard, name: str) -> None:

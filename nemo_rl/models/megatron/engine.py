@@ -111,6 +111,7 @@ class MegatronEngine:
         )
         if not forward_only:
             self._gather_pending = False  # the forward hooks of this pass have finished it
+            self._empty_cache(from_level=1)
         return outputs
 
     def optimizer_step(self, *, skip: bool = False) -> OptimStep:
@@ -121,6 +122,7 @@ class MegatronEngine:
             for chunk in self._wrapped():
                 chunk.reset_param_sync_dispatch_state()
             self._gather_pending = True
+        self._empty_cache(from_level=2)
         if step.skipped is not None:
             self.num_skipped_steps += 1
             logger.warning("optimizer step skipped: %s", step.skipped)
@@ -214,6 +216,13 @@ class MegatronEngine:
         return broadcast_from_last_stage(tensors, self.dims)
 
     # -- memory --------------------------------------------------------------------------------------------
+
+    def _empty_cache(self, from_level: int) -> None:
+        if (
+            self.dims.device.type == "cuda"
+            and self.config.megatron_cfg.empty_unused_memory_level >= from_level
+        ):
+            torch.cuda.empty_cache()
 
     def move(
         self, *, params: str | None = None, grads: str | None = None, optimizer: str | None = None

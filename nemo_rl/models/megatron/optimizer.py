@@ -47,6 +47,14 @@ def build_optimizer(
     """
     ocfg = config.megatron_cfg.optimizer
     bf16 = config.precision == "bfloat16"
+    if config.precision == "float16":
+        raise ValueError(
+            "policy.precision=float16 needs loss scaling, which is not supported; train in bfloat16 or float32"
+        )
+    if ocfg.params_dtype != "float32":
+        raise ValueError(
+            f"policy.megatron_cfg.optimizer.params_dtype={ocfg.params_dtype}: masters are float32; leave the key out"
+        )
     if ocfg.bf16 != bf16:
         raise ValueError(
             f"policy.megatron_cfg.optimizer.bf16={str(ocfg.bf16).lower()} contradicts policy.precision="

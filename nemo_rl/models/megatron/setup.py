@@ -58,7 +58,8 @@ def setup_distributed(device: torch.device) -> None:
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
         )
     else:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
 
 
 def destroy_parallel_state() -> None:
