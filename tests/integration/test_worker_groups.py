@@ -111,7 +111,9 @@ def test_too_many_devices_fail_at_once(ray_session, use_gpus, count):
 
 
 def test_devices_held_by_another_cluster(echo, cpu_cluster):
-    free = round(ray.available_resources()["CPU"] / 0.05)
+    free = round(ray.cluster_resources()["CPU"] / 0.05) - 4
+    released = wait_until(lambda: round(ray.available_resources()["CPU"] / 0.05) == free)
+    assert released, "clusters of earlier tests still hold CPUs"
     cpu_cluster(free - 1).get_placement_groups()
     start = time.monotonic()
     with pytest.raises(
