@@ -160,6 +160,14 @@ def test_bf16_masters_keep_what_bf16_cannot(qwen3: str) -> None:
     assert float(stuck.float().mean()) > 0.9
 
 
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_dtype_of_the_gradient_reduction(in_fp32: bool, qwen3: str) -> None:
+    ddp = {"grad_reduce_in_fp32": in_fp32}
+    config = make_config(qwen3, precision="bfloat16", optimizer=ADAM, distributed_data_parallel_config=ddp)
+    (result,) = step(config)
+    assert result["grad_dtype"] == (torch.float32 if in_fp32 else torch.bfloat16)
+
+
 def test_uneven_pipeline_stages(tmp_path: Any) -> None:
     path = tiny_hf_dir(tmp_path, "llama", layers=3)
     data = oracle.batch()

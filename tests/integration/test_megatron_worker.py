@@ -267,6 +267,8 @@ def test_users_mistakes_name_the_key(qwen3: str) -> None:
         "policy.precision": make_config(qwen3, precision="bfloat16", optimizer={"bf16": False}),
         "use_distributed_optimizer=false": make_config(qwen3, optimizer={"use_distributed_optimizer": True}),
         "lr_decay_iters=6": make_config(qwen3, scheduler={"lr_warmup_iters": 5, "lr_decay_iters": 5}),
+        "policy.precision=float16": make_config(qwen3, precision="float16", optimizer={"bf16": False}),
+        "optimizer.params_dtype": make_config(qwen3, optimizer={"params_dtype": "bfloat16"}),
         "lr_warmup_init": make_config(qwen3, scheduler={"lr_warmup_init": 1.0}),
         "weight_decay_incr_style": make_config(qwen3, optimizer=adam, scheduler={"end_weight_decay": 0.2}),
         "tensor_model_parallel_size": make_config(qwen3, tp=3),

@@ -120,6 +120,7 @@ def train_step(
         "communication": counts,
         "shapes": {name: tuple(p.shape) for name, p in worker.engine.models()[0].named_parameters()},
         "replicated_grads": replicated_gradients(worker),
+        "grad_dtype": next(worker.engine.models()[0].parameters()).main_grad.dtype,
     }
 
 
