@@ -205,7 +205,7 @@ def resolve(tree: DictConfig, master: type[ConfigModel]) -> tuple[dict[str, Any]
     raw = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(raw, dict)
     backdrop = OmegaConf.create(_defaults(master, raw))
-    full = OmegaConf.merge(backdrop, tree)
+    full = _merge(backdrop, tree)
     problems: list[Violation] = []
     data = _resolved(full, raw, "", problems)
     return data, problems
@@ -230,11 +230,12 @@ def _defaults(cls: type[ConfigModel], raw: Mapping[Any, Any]) -> dict[str, Any]:
     return out
 
 
-def _resolved(node: Any, raw: Any, path: str, problems: list[Violation]) -> Any:
-    """Give `node` resolved, as far as `raw`, its unresolved plain form, goes."""
+def _resolved(node: Any, raw: Any, path: str, problems: list[Violation], outer: tuple[Any, ...] = ()) -> Any:
+    """Give `node` resolved, as far as `raw`, its unresolved plain form, goes; `outer` are the sections around it."""
     if not isinstance(raw, (dict, list)):
         return node
     found: dict[Any, Any] = {}
+    around = (*outer, node)
     for key, item in raw.items() if isinstance(raw, dict) else enumerate(raw):
         here = f"{path}.{key}" if path else str(key)
         if item == "???":
@@ -245,16 +246,18 @@ def _resolved(node: Any, raw: Any, path: str, problems: list[Violation]) -> Any:
         except OmegaConfBaseException as error:
             problems.append(Violation(here, f"cannot be resolved: {str(error).strip().splitlines()[0]}"))
             continue
+        if any(value is section for section in around):
+            problems.append(Violation(here, f"cannot be resolved: {item} contains this key"))
+            continue
         below = item if isinstance(item, (dict, list)) else _container(value)
-        found[str(key)] = _resolved(value, below, here, problems)
+        found[str(key)] = _resolved(value, below, here, problems, around)
     return found if isinstance(raw, dict) else list(found.values())
 
 
 def _container(value: Any) -> Any:
     """Give the structure of a value that an interpolation pointed to."""
-    return (
-        OmegaConf.to_container(value, resolve=False) if isinstance(value, (DictConfig, ListConfig)) else value
-    )
+    is_container = isinstance(value, (DictConfig, ListConfig))
+    return OmegaConf.to_container(value, resolve=False) if is_container else value
 
 
 def _file_error(key: str, message: str) -> ConfigError:

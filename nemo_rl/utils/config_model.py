@@ -105,7 +105,7 @@ class ConfigModel(BaseModel):
         populate_by_name=True,
         protected_namespaces=(),
         defer_build=True,
-        arbitrary_types_allowed=True,
+        allow_inf_nan=False,
     )
 
     derived: ClassVar[tuple[Derived, ...]] = ()
