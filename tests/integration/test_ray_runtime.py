@@ -47,7 +47,7 @@ def assert_all_gone(report: dict) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("end", ["kill", "raise", "return"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("raise", marks=pytest.mark.slow), "return"])
 def test_nothing_is_left_when_the_driver_ends(tmp_path: Path, end: str) -> None:
     process, report = start_driver(tmp_path, {"kill": "wait"}.get(end, end))
     assert len(report["pids"]) >= 6  # worker, its child, supervisor, GCS, raylet, agents

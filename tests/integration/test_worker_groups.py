@@ -230,7 +230,7 @@ def test_workers_may_write_to_what_they_get(echo):
     assert int(data["input_ids"].sum()) == 64 * 4096
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "kill"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("exit", marks=pytest.mark.slow), "kill"])
 def test_failure_of_one_rank_while_others_wait_in_a_collective(cpu_cluster, how):
     group = RayWorkerGroup(cpu_cluster(2), RayWorkerBuilder(GLOO), name_prefix="gloo")
     assert group.call_all_workers("total", 2.0) == [4.0, 4.0]
