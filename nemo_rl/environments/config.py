@@ -16,10 +16,12 @@ class MathEnvConfig(ConfigModel):
     num_workers: int = Field(2, ge=1, description="Verifier processes.")
     stop_strings: list[str] | None = Field(None, description="Texts that end a response in this environment.")
     verifier_type: Annotated[
-        Literal["math", "exact", "english_multichoice", "multilingual_multichoice"],
-        NotYet(("math", "exact"), "math"),
+        Literal["math", "exact", "last_number", "english_multichoice", "multilingual_multichoice"],
+        NotYet(("math", "exact", "last_number"), "math"),
     ] = Field(
-        "math", description="`math` compares mathematics, `exact` compares text, in the driver and fast."
+        "math",
+        description="`math` compares mathematics; `exact` compares the text, `last_number` the last number in it: "
+        "both in the driver and fast, and neither takes a restated problem for its answer.",
     )
     math_verify_impl: Annotated[
         Literal["hf_math_verify", "dapo_math_verify"], NotYet(("hf_math_verify",), "hf_math_verify")

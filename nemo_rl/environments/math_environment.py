@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
@@ -26,7 +27,8 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
     """Compares the response with the right answer.
 
     ``verifier_type: math`` understands mathematics (math-verify, in worker processes under a time limit of
-    ``timeout_s`` per row); ``exact`` compares text without the white space around it, in this process.
+    ``timeout_s`` per row); it takes ``3+4`` for a right answer to ``3+4``. ``exact`` compares text without the white
+    space around it, ``last_number`` the last number in the response with the right one, both in this process.
 
     A row whose verification hangs, crashes or fails is reported in ``errors`` by type; it is not a reward
     of 0.
@@ -49,7 +51,8 @@ class MathEnvironment(EnvironmentInterface[MathEnvironmentMetadata]):
         responses = [last_response(log) for log in message_log_batch]
         truths = [str(state["ground_truth"]) for state in metadata]
         if self._pool is None:
-            verdicts = [exact_verdict(*pair) for pair in zip(responses, truths, strict=True)]
+            judge = _LOCAL_VERIFIERS[self.config.verifier_type]
+            verdicts = [judge(*pair) for pair in zip(responses, truths, strict=True)]
         else:
             verdicts = self._pool.verify(responses, truths)
         return EnvironmentReturn(
@@ -86,6 +89,18 @@ def exact_verdict(response: str, ground_truth: str) -> Verdict:
     """Reward 1 if the texts are the same but for white space around them."""
     answer = response.strip()
     return Verdict(score=float(answer == ground_truth.strip()), answer=answer, error=None)
+
+
+def last_number_verdict(response: str, ground_truth: str) -> Verdict:
+    """Reward 1 if the last number in the response equals the right one; thousands may be set off by commas."""
+    numbers = _NUMBER.findall(response)
+    answer = numbers[-1].replace(",", "") if numbers else None
+    right = answer is not None and float(answer) == float(ground_truth.replace(",", ""))
+    return Verdict(score=float(right), answer=answer, error=None)
+
+
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d+(?:,\d{3})*(?:\.\d+)?")
+_LOCAL_VERIFIERS = {"exact": exact_verdict, "last_number": last_number_verdict}
 
 
 def _comment(verdict: Verdict) -> str:

@@ -65,7 +65,7 @@ def test_an_answer_key_that_is_no_mathematics_is_an_error_by_type(math):
     assert result.errors == ["GoldAnswerError", None]
 
 
-@pytest.mark.parametrize("verifier_type", ["math", "exact"])
+@pytest.mark.parametrize("verifier_type", ["math", "exact", "last_number"])
 def test_verifier_types_agree_on_plain_integers(verifier_type):
     environment = MathEnvironment({"num_workers": 1, "verifier_type": verifier_type})
     result = step(environment, [("12", "12"), (" 12\n", "12"), ("-3", "-3"), ("13", "12"), ("x", "12")])
