@@ -23,7 +23,7 @@ latest() { # newest complete checkpoint of a run directory
 
 if [ ! -f "$out/base/config.json" ]; then
   say "1/6 a random Qwen3 checkpoint in $out/base"
-  $bin/nemo-rl tiny-model "$out/base"
+  $bin/nemo-rl tiny-model "$out/base" --layers 2
 fi
 say "2/6 SFT on arithmetic: $out/sft"
 $bin/nemo-rl sft --config configs/cpu/sft_arithmetic.yaml policy.model_name="$out/base" logger.log_dir="$out/sft"

@@ -4,33 +4,57 @@
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
 
 from nemo_rl.algorithms.batch_plan import batch_equation
 from nemo_rl.algorithms.config import GRPOMasterConfig, SFTMasterConfig
+from nemo_rl.algorithms.context import Context
 from nemo_rl.algorithms.grpo import GRPO
-from nemo_rl.algorithms.loop import TrainLoop
+from nemo_rl.algorithms.loop import Cadence, LoopState, TrainLoop
 from nemo_rl.algorithms.setup import build_grpo, build_sft
 from nemo_rl.algorithms.sft import SFT
+from nemo_rl.distributed.virtual_cluster import ResourceInsufficientError
 from nemo_rl.utils.run_dir import exclusive_run_dir
 
 logger = logging.getLogger(__name__)
 
+ERROR_FILE = "error.log"
+
 
 def train(config: GRPOMasterConfig | SFTMasterConfig) -> int:
-    """Run to the last step; returns the exit code."""
+    """Run to the last step.
+
+    Returns:
+        0, or 2 where something that the user can change keeps the run from starting.
+    """
     logger.info("%s", batch_equation(config))
-    with exclusive_run_dir(config.logger.log_dir) as run_dir:
-        if isinstance(config, GRPOMasterConfig):
-            context, cadence, state = build_grpo(config, run_dir)
-            algorithm: GRPO | SFT = GRPO(context, config)
-        else:
-            context, cadence, state = build_sft(config, run_dir)
-            algorithm = SFT(context, config)
+    with ExitStack() as stack:
         try:
-            if state.step >= cadence.max_steps:
-                logger.info("nothing to do: all %d steps are done in %s", cadence.max_steps, run_dir)
-            TrainLoop(context, algorithm, cadence, state).run()
-        finally:
-            context.close()
+            run_dir = stack.enter_context(exclusive_run_dir(config.logger.log_dir))
+            context, cadence, state = _build(config, run_dir)
+        except (ValueError, ResourceInsufficientError) as error:
+            return _refuse(error, Path(config.logger.log_dir))
+        stack.callback(context.close)
+        algorithm = GRPO(context, config) if isinstance(config, GRPOMasterConfig) else SFT(context, config)
+        if state.step >= cadence.max_steps:
+            logger.info("nothing to do: all %d steps are done in %s", cadence.max_steps, run_dir)
+        TrainLoop(context, algorithm, cadence, state).run()
     logger.info("done: %s", run_dir)
     return 0
+
+
+def _build(config: GRPOMasterConfig | SFTMasterConfig, run_dir: Path) -> tuple[Context, Cadence, LoopState]:
+    if isinstance(config, GRPOMasterConfig):
+        return build_grpo(config, run_dir)
+    return build_sft(config, run_dir)
+
+
+def _refuse(error: Exception, run_dir: Path) -> int:
+    """Say in one line what to change; the whole story goes into the run directory."""
+    (run_dir / ERROR_FILE).write_text("".join(traceback.format_exception(error)))
+    print(f"nemo-rl: {str(error).splitlines()[0]}", file=sys.stderr)
+    print(f"nemo-rl: details in {run_dir / ERROR_FILE}", file=sys.stderr)
+    return 2
