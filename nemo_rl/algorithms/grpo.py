@@ -35,7 +35,7 @@ class GRPO:
     """The algorithm that `nemo_rl.algorithms.loop.TrainLoop` runs for `nemo-rl grpo`."""
 
     name = "grpo"
-    headline = ("reward", "loss", "grad_norm", "mean_response_length")
+    headline: tuple[str, ...] = ("reward", "loss", "grad_norm", "mean_response_length")
 
     def __init__(self, context: Context, config: GRPOMasterConfig):
         """Build loss and estimator.

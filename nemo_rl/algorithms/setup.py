@@ -152,6 +152,8 @@ def start_cluster(config: GRPOMasterConfig | SFTMasterConfig, run_dir: Path) -> 
         max_colocated_worker_groups=1,
         num_gpus_per_node=cluster.gpus_per_node,
         name="policy",
+        port_range_low=cluster.master_port_range_low,
+        port_range_high=cluster.master_port_range_high,
     )
 
 

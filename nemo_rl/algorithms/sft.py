@@ -19,7 +19,7 @@ class SFT:
     """The algorithm that `nemo_rl.algorithms.loop.TrainLoop` runs for `nemo-rl sft`."""
 
     name = "sft"
-    headline = ("loss", "grad_norm", "lr")
+    headline: tuple[str, ...] = ("loss", "grad_norm", "lr")
 
     def __init__(self, context: Context, config: SFTMasterConfig):
         """Build the loss.

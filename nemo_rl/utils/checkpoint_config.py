@@ -37,8 +37,8 @@ class CheckpointingConfig(ConfigModel):
     ft_keep_latest_k: Annotated[int | None, NotYet((None,), "null")] = Field(
         None, ge=1, description="Extra checkpoints to keep."
     )
-    model_save_format: Annotated[str | None, Hint("the DTensor backend's; Megatron writes torch_dist")] = (
-        Field(None, description="Format of the weights.")
+    model_save_format: Annotated[str | None, NotYet((None,), "null: Megatron writes torch_dist")] = Field(
+        None, description="Format of the weights, for the DTensor backend."
     )
     save_consolidated: Annotated[bool, NotYet((False,), "false, and `megatron-bridge export`")] = Field(
         False, description="Also write one HuggingFace folder."

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_rl.models.policy.config import TokenizerConfig
+
 logger = logging.getLogger(__name__)
 
 PASS_THROUGH_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """``chat_template: null``: the contents of all messages, one after the other."""
 
 
-def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def get_tokenizer(tokenizer_config: TokenizerConfig | Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """Load the tokenizer of ``policy.tokenizer``.
 
     Args:

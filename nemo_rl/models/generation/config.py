@@ -45,7 +45,7 @@ class MCoreGenerationConfig(ConfigModel):
         None,
         ge=1,
         description="Rows decoded at the same time per data-parallel rank, a multiple of TP; "
-        "null lets the engine choose.",
+        "null follows policy.generation_batch_size.",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="KV rows per slot; null follows policy.max_total_sequence_length."

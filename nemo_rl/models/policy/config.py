@@ -211,9 +211,11 @@ class PolicyConfig(ConfigModel):
         None, ge=1, description="Tokens whose logits exist at the same time; null lets the backend choose."
     )
     generation: GenerationConfig | None = Field(None, description="Sampling and its engine; needed for RL.")
-    generation_batch_size: Annotated[
-        int, Hint("the engine decodes mcore_generation_config.num_slots rows at a time and refills them")
-    ] = Field(32, ge=1, description="Rows per batch of engines without slots.")
+    generation_batch_size: int = Field(
+        32,
+        ge=1,
+        description="Rows decoded at the same time per data-parallel rank; mcore_generation_config.num_slots overrides it.",
+    )
     precision: Annotated[
         Literal["bfloat16", "float16", "float32"], NotYet(("bfloat16", "float32"), "bfloat16 or float32")
     ] = Field("bfloat16", description="dtype of the weights.")

@@ -220,9 +220,7 @@ class MegatronConfig(ConfigModel):
     ] = Field(False, description="Ignore a cached conversion of the HuggingFace weights.")
 
     # Memory
-    empty_unused_memory_level: Annotated[
-        int, Hint("cached device memory is not freed between passes yet")
-    ] = Field(
+    empty_unused_memory_level: int = Field(
         1,
         ge=0,
         le=2,
