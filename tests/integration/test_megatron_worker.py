@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.loss.nll import NLLLoss
 from nemo_rl.algorithms.loss_functions import ClippedPGLossFn
-from tests.integration.test_megatron_oracle import gathered_logprobs, make_config, token_mean
+from tests.integration.test_megatron_oracle import adam_steps, gathered_logprobs, make_config, token_mean
 from tests.support import oracle
 from tests.support.models import hf_token_logprobs, tiny_hf_dir
 from tests.support.world import run_world
@@ -258,6 +259,32 @@ def test_generation_uses_the_trained_weights(layout: dict[str, Any], world: int,
         assert difference.abs().max() <= 1e-5
         assert abs(float(difference.exp().mean()) - 1) <= 1e-3
         assert torch.isfinite(result["after"]).all()
+
+
+@pytest.mark.parametrize(("layout", "world"), [({"dp": 2}, 2), ({"tp": 2, "pp": 2}, 4)])
+def test_exported_directory_is_the_trained_model(
+    layout: dict[str, Any], world: int, qwen3: str, tmp_path: Path
+) -> None:
+    data = oracle.batch()
+    config = make_config(
+        qwen3, **layout, optimizer=ADAM | {"use_distributed_optimizer": "dp" in layout, "weight_decay": 0.0}
+    )
+    config["megatron_cfg"]["scheduler"] = {"start_weight_decay": 0.0, "end_weight_decay": 0.0}
+    path = str(tmp_path / "exported")
+    results = run_world(
+        world,
+        "tests.integration.worlds_policy:export",
+        config=config,
+        data=data,
+        loss_fn=NLLLoss(),
+        path=path,
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    logprobs = hf_token_logprobs(model, data["input_ids"], data["input_lengths"]).detach()
+    assert (gathered_logprobs(results) - logprobs).abs().max() <= 1e-5
+    after = adam_steps(qwen3, data, steps=4, lr=1e-2)
+    before = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32).state_dict()
+    oracle.assert_update_close(dict(model.state_dict()), after, before, rtol=1e-3)
 
 
 def test_users_mistakes_name_the_key(qwen3: str) -> None:

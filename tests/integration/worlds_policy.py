@@ -350,3 +350,21 @@ def generate_after_training(
         "after": after["grad_norm"],
         "prompt_lengths": own_prompts["input_lengths"],
     }
+
+
+def export(config: dict[str, Any], data: Data, loss_fn: LossFunction, path: str) -> dict[str, Any]:
+    """Train with and without the hooks of the overlapped gather, then write a HuggingFace directory."""
+    worker = make_worker(config)
+    dims = worker.dims
+    own = shard(data, dims.dp_rank, dims.dp, config["train_global_batch_size"])
+    worker.train(own, loss_fn)
+    worker.disable_forward_pre_hook()
+    worker.train(own, loss_fn)
+    worker.train(own, loss_fn)
+    worker.enable_forward_pre_hook()
+    worker.train(own, loss_fn)
+    worker.export_hf(path)
+    return {
+        "coordinates": (dims.tp_rank, dims.pp_rank, dims.dp_rank),
+        "logprobs": worker.get_logprobs(data=own)["logprobs"],
+    }

@@ -74,6 +74,7 @@ class MegatronEngine:
         self.scheduler = build_scheduler(self.optimizer, config) if self.optimizer is not None else None
         self._configure_schedule()
         self._gather_pending = False  # an overlapped parameter gather may still be open
+        self._hooks_enabled = True  # forward passes of training finish it by themselves
         self.num_skipped_steps = 0
 
     def _configure_schedule(self) -> None:
@@ -99,9 +100,9 @@ class MegatronEngine:
         self, microbatches: Sequence[Microbatch], head: OutputHead, *, forward_only: bool
     ) -> list[HeadOutput]:
         """Run micro-batches through model and head; gradients start at zero and are summed."""
-        if forward_only:
+        if forward_only or not self._hooks_enabled:
             self.wait_for_parameters()
-        else:
+        if not forward_only:
             assert self.optimizer is not None, "this engine was built without an optimizer"
             for chunk in self._wrapped():
                 chunk.zero_grad_buffer()
@@ -155,13 +156,16 @@ class MegatronEngine:
 
     def set_forward_pre_hooks(self, *, enabled: bool, param_sync: bool = True) -> None:
         """Switch the hooks that finish an overlapped parameter gather inside forward passes."""
-        if not self._overlapped_gather:
+        if not self._overlapped_gather or enabled == self._hooks_enabled:
             return
+        if not enabled and param_sync:
+            self.wait_for_parameters()
         for chunk in self._wrapped():
             if enabled:
                 chunk.enable_forward_pre_hook()
             else:
-                chunk.disable_forward_pre_hook(param_sync=param_sync)
+                chunk.disable_forward_pre_hook(param_sync=False)
+        self._hooks_enabled = enabled
 
     def wait_for_parameters(self) -> None:
         """Finish the distributed optimizer's overlapped gather. Everything that reads weights calls this first.
