@@ -8,7 +8,11 @@ cd "$(dirname "$0")/.."
 marks="not slow"
 arguments=()
 for word in "$@"; do
-  if [ "$word" = --all ]; then marks=""; else arguments+=("$word"); fi
+  case $word in
+    --all) marks="" ;;
+    -h | --help) sed -n '3,4s/^# //p' "$0"; exit 0 ;;
+    *) arguments+=("$word") ;;
+  esac
 done
 
 bash scripts/setup.sh --dev || exit 1
