@@ -227,6 +227,21 @@ def test_every_loss_form_gives_the_same_gradient(loss_fn: Any) -> None:
     assert all(isinstance(metric, Metric) for metric in output.metrics.values())
 
 
+@pytest.mark.parametrize("loss_fn", [NLLLoss(), LogprobForm(), LogitForm()])
+def test_a_batch_without_weight_has_loss_zero(loss_fn: Any) -> None:
+    """Case 3, also for losses that divide by the count they are given."""
+    data = make_batch() | {"sample_mask": torch.zeros(3)}
+    head = LossHead(loss_fn, counts(data))
+    (batch,) = build(data, size=3, selection=head.selection)
+    hidden, projection = hidden_and_projection(batch)
+    output = head(select(hidden, batch), projection, batch, single_process_dims(CPU))
+    assert output.loss is not None
+    assert float(output.loss.detach()) == 0.0
+    for leaf in (hidden, projection.weight):
+        (grad,) = torch.autograd.grad(output.loss, leaf, retain_graph=True)
+        assert torch.equal(grad, torch.zeros_like(leaf))
+
+
 def test_our_losses_score_masked_tokens_only() -> None:
     data = make_batch()
     assert LossHead(NLLLoss(), counts(data)).selection == "masked"

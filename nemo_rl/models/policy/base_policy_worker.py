@@ -79,11 +79,12 @@ class PolicyWorkerBase:
             ``all_mb_metrics``: metric -> list with one globally reduced value per global batch.
 
         Raises:
-            ValueError: rows do not divide into global batches.
+            ValueError: rows do not divide into global batches, or a unit of rows would be split.
         """
         started = time.perf_counter()
         gbs = gbs or self.config.train_global_batch_size
-        batches = self._global_batches(data, gbs, loss_fn)
+        mbs = mbs or self.config.train_micro_batch_size
+        batches = self._global_batches(data, gbs, mbs, loss_fn)
         counts = global_counts(batches, self.dims)
         metrics = MetricAccumulator(len(batches))
         steps: list[OptimStep] = []
@@ -95,9 +96,7 @@ class PolicyWorkerBase:
                     temperature=self.temperature,
                     chunk_size=self.config.logprob_chunk_size,
                 )
-                outputs = self._run(
-                    batch, head, mbs or self.config.train_micro_batch_size, forward_only=eval_mode
-                )
+                outputs = self._run(batch, head, mbs, forward_only=eval_mode)
                 for output in outputs:
                     assert output.loss is not None
                     metrics.add(index, {**output.metrics, _LOSS: Metric(output.loss.detach())})
@@ -115,7 +114,7 @@ class PolicyWorkerBase:
         return results
 
     def _global_batches(
-        self, data: Mapping[str, Any], gbs: int, loss_fn: LossFunction
+        self, data: Mapping[str, Any], gbs: int, mbs: int, loss_fn: LossFunction
     ) -> list[dict[str, Any]]:
         dp = self.dims.dp
         rows = num_rows(data)
@@ -124,6 +123,11 @@ class PolicyWorkerBase:
             raise ValueError(
                 f"a global batch of {gbs} rows does not divide over {dp} data-parallel ranks in units of {unit}; set "
                 f"policy.train_global_batch_size to a multiple of {dp * unit}"
+            )
+        if mbs % unit:
+            raise ValueError(
+                f"a micro-batch of {mbs} rows splits units of {unit} rows, which {type(loss_fn).__name__} needs "
+                f"together; set policy.train_micro_batch_size to a multiple of {unit}"
             )
         local = gbs // dp
         if rows == 0 or rows % local:

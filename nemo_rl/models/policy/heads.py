@@ -155,7 +155,7 @@ class LossHead:
         self, hidden: Tensor, projection: Projection, microbatch: Microbatch, dims: ParallelDims
     ) -> HeadOutput:
         """Compute loss and metrics."""
-        norms = (self.counts.valid_seqs.to(hidden.device), self.counts.valid_toks.to(hidden.device))
+        norms = (_divisor(self.counts.valid_seqs, hidden), _divisor(self.counts.valid_toks, hidden))
         data = _as_batch(microbatch.rows)
         if self.input_type is LossInputType.LOGIT:
             loss, metrics = self._call_with_logits(hidden, projection, microbatch, dims, data, norms)
@@ -202,6 +202,12 @@ class LossHead:
             _warn_gathered(type(self.loss_fn).__name__)
         logits = gather_logits(shard, projection.vocab_size, dims.tp_group)
         return self.loss_fn(microbatch.unpack(logits, shift=0), data, *norms)
+
+
+def _divisor(count: Tensor, like: Tensor) -> Tensor:
+    """A global count as a loss divides by it: on its device, and 1 where nothing counts (the sum is 0 then)."""
+    count = count.to(like.device)
+    return torch.where(count > 0, count, torch.ones_like(count))
 
 
 def _as_batch(rows: Mapping[str, Any]) -> Any:
