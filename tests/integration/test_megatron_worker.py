@@ -287,6 +287,26 @@ def test_exported_directory_is_the_trained_model(
     oracle.assert_update_close(dict(model.state_dict()), after, before, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("layout", "world", "precision", "tolerance"),
+    [({}, 1, "bfloat16", 0.15), ({"pp": 2}, 2, "float32", 1e-5), ({"tp": 2, "sp": True}, 2, "float32", 1e-5)],
+)
+def test_without_optimizer(
+    layout: dict[str, Any], world: int, precision: str, tolerance: float, qwen3: str
+) -> None:
+    data = oracle.batch()
+    config = make_config(qwen3, **layout, precision=precision)
+    results = run_world(world, "tests.integration.worlds_policy:inference_only", config=config, data=data)
+    model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32).eval()
+    expected = hf_token_logprobs(model, data["input_ids"], data["input_lengths"]).detach()
+    assert (gathered_logprobs(results) - expected).abs().max() <= tolerance
+    for result in results:
+        assert [
+            "init_reference_model=True" in result["refused"][0],
+            "optimizer_path" in result["refused"][1],
+        ] == [True] * 2
+
+
 def test_users_mistakes_name_the_key(qwen3: str) -> None:
     adam = {"use_distributed_optimizer": False} | ADAM
     mistakes = {

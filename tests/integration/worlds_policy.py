@@ -368,3 +368,25 @@ def export(config: dict[str, Any], data: Data, loss_fn: LossFunction, path: str)
         "coordinates": (dims.tp_rank, dims.pp_rank, dims.dp_rank),
         "logprobs": worker.get_logprobs(data=own)["logprobs"],
     }
+
+
+def inference_only(config: dict[str, Any], data: Data) -> dict[str, Any]:
+    """A worker without optimizer and reference: log-probs, and that it says what it cannot do."""
+    worker = make_worker(config, init_optimizer=False, init_reference_model=False)
+    dims = worker.dims
+    own = shard(data, dims.dp_rank, dims.dp)
+    refused = []
+    attempts = [
+        lambda: worker.get_reference_policy_logprobs(data=own),
+        lambda: worker.save_checkpoint("/nowhere/weights", "/nowhere/optimizer"),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except ValueError as error:
+            refused.append(str(error))
+    return {
+        "coordinates": (dims.tp_rank, dims.pp_rank, dims.dp_rank),
+        "logprobs": worker.get_logprobs(data=own)["logprobs"],
+        "refused": refused,
+    }

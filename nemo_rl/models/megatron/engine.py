@@ -247,25 +247,25 @@ class MegatronEngine:
 
     def save(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Write weights, and optimizer state if a directory for it is given. Collective."""
+        if optimizer_path is not None and not self.can_train:
+            raise ValueError("this worker has no optimizer to save; pass optimizer_path=None")
         models = self.models()
         checkpoint.save_weights(weights_path, models)
-        if optimizer_path is None:
+        if optimizer_path is None or self.optimizer is None or self.scheduler is None:
             return
-        if self.optimizer is None or self.scheduler is None:
-            raise ValueError("this worker has no optimizer to save; pass optimizer_path=None")
         extra = {"num_samples": self.scheduler.num_steps, "num_skipped_steps": self.num_skipped_steps}
         checkpoint.save_optimizer(_optimizer_dir(weights_path, optimizer_path), models, self.optimizer, extra)
 
     def load(self, weights_path: str | None, optimizer_path: str | None = None) -> None:
         """Read weights and/or optimizer state (masters, moments, schedules, random state). Collective."""
+        if optimizer_path is not None and not self.can_train:
+            raise ValueError("this worker has no optimizer to load into; pass optimizer_path=None")
         models = self.models()
         if weights_path is not None:
             checkpoint.load_weights(weights_path, models)
             self.reload_masters()
-        if optimizer_path is None:
+        if optimizer_path is None or self.optimizer is None or self.scheduler is None:
             return
-        if self.optimizer is None or self.scheduler is None:
-            raise ValueError("this worker has no optimizer to load into; pass optimizer_path=None")
         extra = checkpoint.load_optimizer(
             _optimizer_dir(weights_path, optimizer_path), models, self.optimizer
         )
