@@ -10,6 +10,11 @@ from pathlib import Path
 NEMO_RL = [sys.executable, "-m", "nemo_rl.cli.main"]
 MEGATRON_BRIDGE = [sys.executable, "-m", "megatron_bridge.cli"]
 CONFIGS = Path(__file__).parents[2] / "configs"
+SHORT_ANSWERS = (
+    "grpo.reward_shaping="
+    "{enabled: true, overlong_buffer_length: 5, overlong_buffer_penalty: 1.0, max_response_length: 5}"
+)
+"""A random model solves nothing; a reward for short answers gives it gradients all the same."""
 
 
 def tiny_grpo_command(
@@ -34,9 +39,7 @@ def tiny_grpo_command(
         "policy.train_global_batch_size=16",
         "policy.train_micro_batch_size=8",
         "policy.logprob_batch_size=8",
-        # A random model solves nothing; a reward for short answers gives it gradients all the same.
-        "grpo.reward_shaping={enabled: true, overlong_buffer_length: 8, overlong_buffer_penalty: 1.0,"
-        " max_response_length: 8}",
+        SHORT_ANSWERS,
         *overrides,
     ]
 

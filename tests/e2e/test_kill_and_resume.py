@@ -57,7 +57,9 @@ def straight(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """Metrics and exported weights of an undisturbed run."""
     run_dir = tmp_path_factory.mktemp("straight") / "run"
     subprocess.run(tiny_grpo_command(model_dir, run_dir, STEPS, SAVE_PERIOD), check=True, timeout=DEADLINE_S)
-    return records(run_dir), export_bytes(run_dir, STEPS, model_dir)
+    metrics = records(run_dir)
+    assert any(record.get("train/grad_norm", 0.0) > 0 for record in metrics), "the run must really train"
+    return metrics, export_bytes(run_dir, STEPS, model_dir)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
