@@ -22,13 +22,15 @@ from nemo_rl.utils.run_dir import exclusive_run_dir
 logger = logging.getLogger(__name__)
 
 ERROR_FILE = "error.log"
+STOPPED_EARLY = 3
 
 
 def train(config: GRPOMasterConfig | SFTMasterConfig) -> int:
     """Run to the last step.
 
     Returns:
-        0, or 2 where something that the user can change keeps the run from starting.
+        0; 2 where something that the user can change keeps the run from starting; 3 where it stopped before its last
+        step.
     """
     logger.info("%s", batch_equation(config))
     with ExitStack() as stack:
@@ -41,7 +43,15 @@ def train(config: GRPOMasterConfig | SFTMasterConfig) -> int:
         algorithm = GRPO(context, config) if isinstance(config, GRPOMasterConfig) else SFT(context, config)
         if state.step >= cadence.max_steps:
             logger.info("nothing to do: all %d steps are done in %s", cadence.max_steps, run_dir)
-        TrainLoop(context, algorithm, cadence, state).run()
+        final = TrainLoop(context, algorithm, cadence, state).run()
+    if final.step < cadence.max_steps:
+        logger.warning(
+            "stopped after step %d of %d; the same command goes on: %s",
+            final.step,
+            cadence.max_steps,
+            run_dir,
+        )
+        return STOPPED_EARLY
     logger.info("done: %s", run_dir)
     return 0
 

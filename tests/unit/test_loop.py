@@ -155,3 +155,17 @@ def test_durations() -> None:
     assert parse_duration("01:02:03:04") == 93784
     with pytest.raises(ValueError, match="DD:HH:MM:SS"):
         parse_duration("3:00")
+
+
+def test_resume_at_an_epoch_boundary_runs_the_next_epoch(tmp_path: Path) -> None:
+    """Case 30: ten batches per epoch, a checkpoint after the tenth step, steps 11 to 15 still run."""
+    first = Number(fail_at=10)
+    with pytest.raises(Stop):
+        run(tmp_path, first, CADENCE, save_period=10)[0].run()
+    loop, manager = run(tmp_path, Number(), CADENCE, save_period=10)
+    assert loop.state.step == 10
+    assert loop.run().step == 15
+    assert manager.load_training_info()["step"] == 15
+    straight = tmp_path / "straight"
+    run(straight, Number(), CADENCE, save_period=10)[0].run()
+    assert records(tmp_path) == records(straight)
