@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from nemo_rl.data.datasets.arithmetic import ArithmeticDataset
+from nemo_rl.data.datasets.arithmetic import ArithmeticDataset, Problem
 
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 
@@ -88,6 +88,8 @@ def test_formats():
         ({"max_operand": 3, "num_examples": 100}, "max_operand"),
         ({"split": "test"}, "split"),
         ({"num_terms": 1}, "num_terms"),
+        ({"forgotten_carries": 1.5}, "forgotten_carries"),
+        ({"forgotten_carries": 0.5, "operations": "-"}, "forgotten_carries"),
         ({"prompt_format": "{a}"}, "prompt_format"),
     ],
 )
@@ -109,3 +111,22 @@ def test_more_terms():
     assert parts[0]
     assert parts[1]
     assert not parts[0] & parts[1]
+
+
+def test_a_teacher_who_forgets_carries():
+    def no_carries(a, b):
+        return int(
+            "".join(str((x + y) % 10) for x, y in zip(*(map(int, f"{n:03}") for n in (a, b)), strict=True))
+        )
+
+    right = problems(ArithmeticDataset())
+    taught = problems(ArithmeticDataset(forgotten_carries=0.6))
+    assert [row[:3] for row in taught] == [row[:3] for row in right]
+    with_carry = [(a, b, answer) for a, _, b, answer in taught if a + b != no_carries(a, b)]
+    forgot = [answer == no_carries(a, b) for a, b, answer in with_carry]
+    assert all(answer in (a + b, no_carries(a, b)) for a, b, answer in with_carry)
+    assert 0.57 < sum(forgot) / len(forgot) < 0.63
+    assert problems(ArithmeticDataset(forgotten_carries=0.6)) == taught
+    assert Problem((57, 68), ("+",)).answer_without_carries == 15
+    assert Problem((9, 9, 9), ("+", "+")).answer_without_carries == 7
+    assert Problem((0, 0), ("+",)).answer_without_carries == 0

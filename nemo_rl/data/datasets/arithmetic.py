@@ -52,6 +52,15 @@ class Problem:
         return total + product
 
     @property
+    def answer_without_carries(self) -> int:
+        """The sum as somebody gets it who adds column by column and forgets every carry: ``57+68`` gives 15."""
+        total, place = 0, 1
+        while any(value >= place for value in self.operands):
+            total += sum(value // place % 10 for value in self.operands) % 10 * place
+            place *= 10
+        return total
+
+    @property
     def is_validation(self) -> bool:
         """Whether it is a validation problem; sums and products of the same operands in any order go together."""
         operands: Sequence[int] = self.operands
@@ -73,6 +82,8 @@ class ArithmeticDataset(Sequence[dict[str, Any]]):
         seed: Order of the rows, and which problems are taken if not all are.
         prompt_format: Text of the prompt, with ``{expression}``.
         answer_format: Text of the assistant's message, with ``{answer}``.
+        forgotten_carries: Share of rows whose answer forgets the carries: demonstrations of an imperfect teacher, for
+            supervised learning. Sums only; leave it at 0 wherever answers are compared with.
         task_name: Name that the rows carry.
 
     Raises:
@@ -91,6 +102,7 @@ class ArithmeticDataset(Sequence[dict[str, Any]]):
         seed: int = 42,
         prompt_format: str = "{expression}=",
         answer_format: str = "{answer}",
+        forgotten_carries: float = 0.0,
         task_name: str = "math",
     ) -> None:
         if not operations or any(op not in OPERATIONS for op in operations):
@@ -111,9 +123,18 @@ class ArithmeticDataset(Sequence[dict[str, Any]]):
         ):
             if field not in text:
                 raise ValueError(f"data kwargs.{name}={text!r} must contain {field}")
+        if not 0 <= forgotten_carries <= 1 or (
+            forgotten_carries and (set(operations) != {"+"} or min_operand < 0)
+        ):
+            raise ValueError(
+                f"data kwargs.forgotten_carries={forgotten_carries} must be a share between 0 and 1, with "
+                "operations='+' and operands from 0 on"
+            )
         self.split = split
         self.prompt_format = prompt_format
         self.answer_format = answer_format
+        self.forgotten_carries = forgotten_carries
+        self.seed = seed
         self.task_name = task_name
         self.problems = _choose(
             _Range(tuple(dict.fromkeys(operations)), num_terms, min_operand, max_operand),
@@ -127,10 +148,13 @@ class ArithmeticDataset(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         problem = self.problems[index]
+        answer = problem.answer
+        if hash64("carries", self.seed, index) < self.forgotten_carries * 2**63:
+            answer = problem.answer_without_carries
         return {
             "messages": [
                 {"role": "user", "content": self.prompt_format.replace("{expression}", problem.expression)},
-                {"role": "assistant", "content": self.answer_format.replace("{answer}", str(problem.answer))},
+                {"role": "assistant", "content": self.answer_format.replace("{answer}", str(answer))},
             ],
             "task_name": self.task_name,
         }
