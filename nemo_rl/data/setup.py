@@ -98,12 +98,23 @@ def setup_response_data(
         validation=_named({raw.task_name: wrap([(raw, part)]) for raw, part in held_out}, len(held_out)),
         env_of_task=env_of_task,
     )
+    for rows in (data.train, *data.validation.values()):
+        _check_first_row(rows, tokenizer)
     logger.info(
         "data: %d training rows, validation %s",
         len(data.train),
         {name: len(rows) for name, rows in data.validation.items()},
     )
     return data
+
+
+def _check_first_row(rows: AllTaskProcessedDataset, tokenizer: TokenizerType) -> None:
+    """Meet a missing chat template or column now, not after the model has been loaded."""
+    if sum(len(message["token_ids"]) for message in rows[0]["message_log"]) == 0:
+        raise ValueError(
+            f"the first row of task {rows[0].get('task_name')!r} has no tokens: either it is empty, or "
+            f"policy.tokenizer.name={tokenizer.name_or_path!r} lacks its vocabulary files"
+        )
 
 
 def _load_all(entries: Sequence[ResponseDatasetConfig]) -> list[RawDataset]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import time
@@ -25,7 +26,7 @@ _CONSEQUENCE = re.compile(
     re.I,
 )
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
-_LAST_LINE_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w+): ", re.M)
+_LAST_LINE_ERROR = re.compile(r"^(?:([\w.]+)\.)?(\w+): ", re.M)
 
 
 class WorkerError(RuntimeError):
@@ -124,7 +125,7 @@ def _failure_error(failures: list[_Failure], pending: list[Call], succeeded: int
     lines += [f"also {f.call.name} (rank {f.call.rank}): {_last_line(f.text)}" for f in others]
     if pending:
         lines.append(f"no result of {_describe(pending)}")
-    kind = WorkerInputError if _error_type(first) == "ValueError" else WorkerError
+    kind = WorkerInputError if _is_value_error(first) else WorkerError
     error = kind("\n".join(lines))
     error.rank, error.worker_name, error.method = first.call.rank, first.call.name, first.call.method
     error.group_usable = (
@@ -140,18 +141,19 @@ def _timeout_error(pending: list[Call], deadline_s: float) -> WorkerError:
     return error
 
 
-def _error_type(failure: _Failure) -> str:
-    """Class name of the worker's exception; one of a constructor arrives as text only."""
+def _is_value_error(failure: _Failure) -> bool:
+    """Whether the worker raised ValueError or a subclass; an exception of a constructor arrives as text only."""
     if isinstance(failure.error, RayTaskError):
-        return (
-            "ValueError"
-            if isinstance(failure.error.cause, ValueError)
-            else type(failure.error.cause).__name__
-        )
-    if failure.died:
-        return ""
-    names = _LAST_LINE_ERROR.findall(failure.text)
-    return names[-1] if names else ""
+        return isinstance(failure.error.cause, ValueError)
+    names = [] if failure.died else _LAST_LINE_ERROR.findall(failure.text)
+    if not names:
+        return False
+    module, name = names[-1]
+    try:
+        kind = getattr(importlib.import_module(module or "builtins"), name, None)
+    except ImportError:
+        return False
+    return isinstance(kind, type) and issubclass(kind, ValueError)
 
 
 def _last_line(text: str) -> str:

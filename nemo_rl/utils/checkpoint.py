@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -175,7 +176,7 @@ class CheckpointManager:
         return sorted(found, key=self._step)
 
     def _ranked(self, checkpoints: list[Path]) -> list[Path]:
-        """Best first; checkpoints without the metric come last."""
+        """Best first; checkpoints without the metric, or with NaN for it, come last."""
         newest_first = checkpoints[::-1]
         name = self.config.metric_name
         if name is None:
@@ -187,6 +188,9 @@ class CheckpointManager:
                 logger.warning(
                     "%s was saved before %s was measured: it cannot be among the best", path.name, name
                 )
+            elif math.isnan(value):
+                logger.warning("%s has %s=nan: it cannot be among the best", path.name, name)
+                values[path] = None
         return sorted(newest_first, key=lambda p: (values[p] is None, sign * (values[p] or 0.0)))
 
     @staticmethod

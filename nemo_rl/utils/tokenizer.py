@@ -33,12 +33,20 @@ def get_tokenizer(tokenizer_config: TokenizerConfig | Mapping[str, Any]) -> PreT
         The tokenizer, with right padding and a pad token (the end-of-sequence token if it had none).
 
     Raises:
-        ValueError: If the template file is missing, or neither a pad nor an end-of-sequence token exists.
+        ValueError: If there is no such tokenizer, the template file is missing, or neither a pad nor an
+            end-of-sequence token exists.
     """
     from transformers import AutoTokenizer
 
     name = tokenizer_config["name"]
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except OSError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"policy.tokenizer.name={name!r} (by default policy.model_name) is no directory with a tokenizer and no "
+            f"name that HuggingFace knows here: {reason}"
+        ) from error
     tokenizer.padding_side = "right"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:

@@ -64,6 +64,14 @@ def test_checkpoints_without_the_metric_lose(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 3]
 
 
+def test_a_metric_that_is_nan_never_wins(tmp_path: Path) -> None:
+    manager = manager_at(tmp_path, keep_top_k=1, metric_name="train:loss", higher_is_better=False)
+    for step, loss in [(1, 0.5), (2, float("nan")), (3, 0.2), (4, float("nan")), (5, 0.9)]:
+        save(manager, step, **{"train:loss": loss})
+    assert steps(tmp_path) == [3, 5]
+    assert manager.get_best_checkpoint_path() == str(tmp_path / "step_3")
+
+
 def test_the_only_complete_checkpoint_survives_an_unfinished_save(tmp_path: Path) -> None:
     manager = manager_at(tmp_path, keep_top_k=1)
     save(manager, 1)

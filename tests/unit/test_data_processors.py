@@ -194,6 +194,17 @@ def test_a_template_that_rewrites_history_is_reported_at_start(caplog):
     assert "rewrites earlier turns: from token" in caplog.text
 
 
+def test_what_every_row_would_meet_is_met_at_start():
+    config = DataConfig(train={"dataset_name": "arithmetic", "num_examples": 4})
+    bare = build_character_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ValueError, match=r"no chat template; set policy\.tokenizer\.chat_template"):
+        setup_response_data(bare, config, {"math": MathEnvConfig()})
+    bare.chat_template = "{# says nothing #}"
+    with pytest.raises(ValueError, match=r"first row of task 'arithmetic' has no tokens"):
+        setup_response_data(bare, config, {"math": MathEnvConfig()})
+
+
 def test_set_up_for_supervised_learning(tokenizer):
     config = DataConfig(train={"dataset_name": "arithmetic", "num_examples": 9, "split_validation_size": 4})
     data = setup_response_data(tokenizer, config)

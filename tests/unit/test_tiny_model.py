@@ -119,3 +119,8 @@ def test_a_missing_pad_token_becomes_the_end_token(tmp_path):
     bare.save_pretrained(tmp_path / "none")
     with pytest.raises(ValueError, match="neither a pad nor"):
         get_tokenizer({"name": str(tmp_path / "none")})
+
+
+def test_no_tokenizer_names_the_key(tmp_path):
+    with pytest.raises(ValueError, match=r"policy\.tokenizer\.name=.*nowhere"):
+        get_tokenizer({"name": str(tmp_path / "nowhere")})
