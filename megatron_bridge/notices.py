@@ -2,7 +2,7 @@
 """Silences the few messages of third parties that say nothing to our users, each by its own text.
 
 Megatron-core warns that Transformer Engine and Apex are absent (our layer specs do not need them), that ``GPTModel``
-will be replaced by ``HybridModel`` (once per build), and that the CPU generator moved inside a forked generator (on a
+will be replaced by ``HybridModel`` (once per build), that its multimodal configs are experimental, and that the CPU generator moved inside a forked generator (on a
 CPU that is the point). Everything else still reaches the user.
 """
 
@@ -17,6 +17,8 @@ _WARNINGS = (
     r"full scope is deprecated\. Use empty cuda_graph_modules",
     r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
     r"The argument order of load has been changed",
+    r"MimoModelConfig is experimental",
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
     r".*torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base)",
 )

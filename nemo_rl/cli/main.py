@@ -60,6 +60,8 @@ def _run(name: str, argv: list[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
+    for name in ("megatron", "matplotlib"):  # they narrate at INFO what our own lines say
+        logging.getLogger(name).setLevel(logging.WARNING)
     from nemo_rl.utils.config import ConfigError
 
     try:
