@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from nemo_rl.algorithms.batch_plan import batch_equation
@@ -63,8 +63,9 @@ def _build(config: GRPOMasterConfig | SFTMasterConfig, run_dir: Path) -> tuple[C
 
 
 def _refuse(error: Exception, run_dir: Path) -> int:
-    """Say in one line what to change; the whole story goes into the run directory."""
-    (run_dir / ERROR_FILE).write_text("".join(traceback.format_exception(error)))
+    """Say in one line what to change; the whole story goes into the run directory, if it can be written to."""
     print(f"nemo-rl: {str(error).splitlines()[0]}", file=sys.stderr)
-    print(f"nemo-rl: details in {run_dir / ERROR_FILE}", file=sys.stderr)
+    with suppress(OSError):
+        (run_dir / ERROR_FILE).write_text("".join(traceback.format_exception(error)))
+        print(f"nemo-rl: details in {run_dir / ERROR_FILE}", file=sys.stderr)
     return 2

@@ -30,11 +30,17 @@ def exclusive_run_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
         The absolute path.
 
     Raises:
-        ValueError: another live process runs in this directory.
+        ValueError: another live process runs in this directory, or it cannot be written to.
     """
     run_dir = Path(path).absolute()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / ".lock", "a+") as lock:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock_file = open(run_dir / ".lock", "a+")  # noqa: SIM115 - closed below, held for the whole run
+    except OSError as error:
+        raise ValueError(
+            f"logger.log_dir={path}: {error}; choose a directory that can be written to"
+        ) from error
+    with lock_file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
