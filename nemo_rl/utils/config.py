@@ -150,7 +150,11 @@ def apply_override(tree: DictConfig, override: str) -> None:
             _delete(tree, key)
         else:
             value = OmegaConf.from_dotlist([f"value={match['value']}"])._get_node("value")
-            merge = isinstance(value, DictConfig) and isinstance(_node_at(tree, key), DictConfig)
+            below = _node_at(tree, key)
+            merge = isinstance(value, DictConfig) and isinstance(below, DictConfig)
+            if isinstance(value, DictConfig) and not (value._is_none() or value._is_missing()):
+                merge = not value.pop("_override_", False) and merge
+                _replace_overridden(below if merge else OmegaConf.create({}), value)
             OmegaConf.update(tree, key, value, merge=merge, force_add=True)
     except (OmegaConfBaseException, YAMLError, ValueError, TypeError, KeyError, IndexError) as error:
         raise OverridesError([Violation(key, f"cannot apply {override!r}: {error}")]) from error

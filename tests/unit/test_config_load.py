@@ -140,6 +140,16 @@ def test_overrides_set_force_and_delete(base):
     assert config.logger.log_dir == "runs/x=y"
 
 
+def test_a_mapping_as_override_merges_unless_it_is_marked(base):
+    assert grpo(base, "env.math={timeout_s: 3.0}").env["math"].timeout_s == 3.0
+    config = grpo(base, "env={_override_: true, other: {num_workers: 1}}", "data.train.env_name=other")
+    assert list(config.env) == ["other"]
+    nested = grpo(base, "policy={generation: {_override_: true, max_new_tokens: 7}}")
+    assert nested.policy.generation.max_new_tokens == 7
+    assert nested.policy.generation.temperature == 1.0
+    assert nested.policy.train_global_batch_size == config.policy.train_global_batch_size
+
+
 def test_overrides_reach_into_lists(tmp_path):
     path = write(tmp_path, "a.yaml", BASE.replace("train: {", "train: [{").replace("math}}", "math}]}"))
     assert grpo(path, "data.train.0.seed=9").data.train[0].seed == 9
