@@ -28,7 +28,8 @@ NON_FINITE_REWARD = "NonFiniteReward"
 """Error type of a row whose reward is not a finite number."""
 
 PROMPT_TOO_LONG = "PromptTooLong"
-"""Error type of a row whose prompt leaves no room for a response; it is not sampled."""
+"""Error type of a row whose prompt is above ``data.max_input_seq_length`` or leaves no room for a response; it is not
+sampled, and counts in no reward, baseline or accuracy."""
 
 
 @dataclass
@@ -124,7 +125,8 @@ def _start(batch: BatchedDataDict[Any], max_seq_len: int) -> list[_Row]:
         length = sum(len(message["token_ids"]) for message in log)
         if length == 0:
             raise ValueError(f"the prompt of row {index} (idx {batch['idx'][index]}) has no tokens")
-        too_long = length >= max_seq_len
+        # A processor cuts a prompt above data.max_input_seq_length to a stump and takes it out of the loss.
+        too_long = length >= max_seq_len or float(batch["loss_multiplier"][index]) == 0.0
         rows.append(
             _Row(
                 log=list(log),

@@ -287,11 +287,16 @@ def test_named_rewards_and_rewards_that_are_not_finite():
     assert metrics["env_errors/NonFiniteReward"] == 1
 
 
-def test_over_long_prompts_stay_out_of_the_loss_but_keep_their_place():
+def test_over_long_prompts_keep_their_place_and_count_for_nothing():
+    """What is left of such a prompt is a stump: sampling it would only lower the reward and the accuracy."""
+    policy = Script(lambda text: "1")
     batch = prompts(["q"] * 2, ["1", "1"], loss_multiplier=torch.tensor([1.0, 0.0]))
-    out, _ = run_multi_turn_rollout(Script(lambda text: "1"), batch, TOKENIZER, {"sums": exact_math()}, 64, 1)
+    out, metrics = run_multi_turn_rollout(policy, batch, TOKENIZER, {"sums": exact_math()}, 64, 1)
+    assert len(policy.requests[0]["input_ids"]) == 1
     assert out["loss_multiplier"].tolist() == [1.0, 0.0]
-    assert out["reward_valid"].tolist() == [1.0, 1.0]
+    assert out["reward_valid"].tolist() == [1.0, 0.0]
+    assert out["errors"] == [None, "PromptTooLong"]
+    assert metrics["env_errors/PromptTooLong"] == 1
 
 
 def test_a_prompt_without_room_for_a_response_is_left_out():
