@@ -6,15 +6,16 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_bridge.layers.core_attention import CoreAttention
+from megatron_bridge.layers.decoder import DecoderLayer, DecoderSelfAttention
 from megatron_bridge.layers.linear import ColumnLinear, RowLinear
 from megatron_bridge.layers.mlp import GatedMLP
 from megatron_bridge.layers.norm import RMSNorm
@@ -30,7 +31,7 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """One dense decoder layer."""
     qk_norm = RMSNorm if config.qk_layernorm else None
     attention = ModuleSpec(
-        module=SelfAttention,
+        module=DecoderSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
@@ -42,7 +43,7 @@ def decoder_layer_spec(config: TransformerConfig) -> ModuleSpec:
     )
     mlp = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=DecoderLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,

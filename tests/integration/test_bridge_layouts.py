@@ -225,3 +225,13 @@ def test_bf16_rounds_like_transformers(
         ).logits
     (logits,) = run_world(1, WORLDS + "bf16_logits", path=str(tmp_path / "m"), input_ids=input_ids)
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, True)])
+def test_layers_give_the_same_bits_by_the_short_way(
+    paths: list[str], input_ids: Tensor, tp: int, sp: bool
+) -> None:
+    for rank in run_world(tp, WORLDS + "short_and_long_way", paths=paths, input_ids=input_ids, tp=tp, sp=sp):
+        for (short, long), (family, _) in zip(rank, MODELS, strict=True):
+            assert short.abs().sum() > 0
+            assert short.equal(long), family

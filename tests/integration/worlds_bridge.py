@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_bridge import AutoBridge
 from megatron_bridge.export import export_weights
 from megatron_bridge.layers.attention import AttentionMeta
+from megatron_bridge.layers.decoder import DecoderLayer, DecoderSelfAttention
 from megatron_bridge.plan import groups_of, named_parameters, unwrap
 from tests.support.world import init_megatron
 
@@ -358,3 +359,32 @@ def real_logprobs(path: str, input_ids: Tensor, tp: int, vocab: int) -> Tensor:
         return chunks[0].eval()(
             input_ids, positions, None, packed_seq_params=AttentionMeta(positions), output_processor=head
         )
+
+
+def short_and_long_way(paths: list[str], input_ids: Tensor, tp: int, sp: bool) -> list[tuple[Tensor, Tensor]]:
+    """For each model its log-probs without gradients, by our layers' short way and by megatron-core's own forward."""
+    init_megatron(tp)
+    results = []
+    for path in paths:
+        _, chunks = build(path, tp, sp=sp)
+        model = chunks[0].eval()
+        layers = [m for m in model.modules() if isinstance(m, DecoderLayer | DecoderSelfAttention)]
+        assert len(layers) == 4  # two layers, each with its attention
+        assert all(layer._plain for layer in layers)
+        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        ways = []
+        for plain in (True, False):
+            for layer in layers:
+                layer._plain = plain
+            with torch.no_grad():
+                ways.append(
+                    model(
+                        input_ids,
+                        positions,
+                        None,
+                        packed_seq_params=AttentionMeta(positions),
+                        output_processor=token_logprobs,
+                    )
+                )
+        results.append((ways[0], ways[1]))
+    return results
