@@ -47,6 +47,8 @@ class GRPO:
         self.context = context
         self.config = config
         self.loss_fn = ClippedPGLossFn(config.loss_fn)
+        # With one update per batch the loss takes the current log-probs for the previous ones.
+        self._wants_previous = not config.loss_fn.force_on_policy_ratio or config.loss_fn.use_kl_in_reward
         self.estimator = build_advantage_estimator(
             config.grpo.adv_estimator,
             kl_coef=config.loss_fn.reference_policy_kl_penalty,
@@ -135,18 +137,21 @@ class GRPO:
         return permute_rewards(rewards, grpo.seed, step) if grpo.shuffle_rewards else rewards
 
     def logprobs(self, train: BatchedDataDict[Any], timer: Timer) -> None:
-        """Add `prev_logprobs` and `reference_policy_logprobs` [B, S] to the batch."""
+        """Add `prev_logprobs` and `reference_policy_logprobs` [B, S] to the batch, where something reads them."""
         policy = self.context.policy
-        with timer.time("logprob_inference_prep"):
-            policy.prepare_for_lp_inference()
+        wants_reference = not self.config.grpo.skip_reference_policy_logprobs_calculation
+        if self._wants_previous or wants_reference:
+            with timer.time("logprob_inference_prep"):
+                policy.prepare_for_lp_inference()
         with timer.time("policy_and_reference_logprobs"):
             columns = BatchedDataDict({key: train[key] for key in ("input_ids", "input_lengths")})
-            train["prev_logprobs"] = policy.get_logprobs(columns)["logprobs"]
-            if self.config.grpo.skip_reference_policy_logprobs_calculation:
-                train["reference_policy_logprobs"] = torch.zeros_like(train["prev_logprobs"])
-            else:
+            if self._wants_previous:
+                train["prev_logprobs"] = policy.get_logprobs(columns)["logprobs"]
+            if wants_reference:
                 reference = policy.get_reference_policy_logprobs(columns)
                 train["reference_policy_logprobs"] = reference["reference_logprobs"]
+            else:
+                train["reference_policy_logprobs"] = torch.zeros_like(train["generation_logprobs"])
 
     def advantages(
         self, train: BatchedDataDict[Any], rollouts: BatchedDataDict[Any], rewards: Tensor
@@ -158,7 +163,7 @@ class GRPO:
             train["token_mask"],
             valid=rollouts["reward_valid"],
             reward_components=reward_components(rollouts),
-            logprobs_policy=train["prev_logprobs"],
+            logprobs_policy=train["prev_logprobs"] if self._wants_previous else None,
             logprobs_reference=train["reference_policy_logprobs"],
         )
         return clip_advantages(

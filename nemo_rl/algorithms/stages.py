@@ -92,12 +92,12 @@ def rollout_rows(
         rollouts: finished rollouts [B].
         weight_version: version of the weights that sampled them.
         advantages: [B, S], the advantages of the rows' tokens.
-        training: columns of the training batch [B, S]: `input_ids`, `token_mask`, `generation_logprobs`,
-            `prev_logprobs`.
+        training: columns of the training batch [B, S]: `input_ids`, `token_mask`, `generation_logprobs` and, where
+            they were computed, `prev_logprobs`.
 
     Returns:
         B JSON-serialisable rows: prompt, response, reward, and per sampled token its id, the sampler's log-prob and
-        the ratio of trainer to sampler.
+        (with `prev_logprobs`) the ratio of trainer to sampler.
     """
     rows = []
     for index, log in enumerate(rollouts["message_log"]):
@@ -122,9 +122,10 @@ def rollout_rows(
 def _token_columns(training: Mapping[str, Tensor], index: int) -> dict[str, Any]:
     sampled = training["token_mask"][index] > 0
     generated = training["generation_logprobs"][index][sampled]
-    previous = training["prev_logprobs"][index][sampled]
-    return {
+    columns = {
         "token_ids": training["input_ids"][index][sampled].tolist(),
         "generation_logprobs": generated.tolist(),
-        "ratio": (previous - generated).exp().tolist(),
     }
+    if "prev_logprobs" in training:
+        columns["ratio"] = (training["prev_logprobs"][index][sampled] - generated).exp().tolist()
+    return columns

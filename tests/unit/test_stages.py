@@ -82,6 +82,8 @@ def test_rows_of_a_step_can_be_read_afterwards(rollouts: BatchedDataDict[Any]) -
     assert (row["reward"], row["advantage"], row["weight_version"]) == (0.0, 2.0, 7)
     assert [r["valid"] for r in rows] == [True, True, False]
     assert [r["truncated"] for r in rows] == [False, False, True]
+    del batch["prev_logprobs"]  # not computed with loss_fn.force_on_policy_ratio
+    assert "ratio" not in rollout_rows(rollouts, weight_version=7, advantages=advantages, training=batch)[1]
 
 
 def test_metrics_of_several_updates_become_one_number_each() -> None:

@@ -42,7 +42,8 @@ class ClippedPGLossConfig(ConfigModel):
     sequence_level_importance_ratios: bool = Field(False, description="One ratio per sequence (GSPO).")
     disable_ppo_ratio: bool = Field(False, description="Plain policy gradient: log-prob times advantage.")
     force_on_policy_ratio: bool = Field(
-        False, description="Ratio 1 with its gradient; needs one update per step."
+        False,
+        description="Ratio 1 with its gradient; needs one update per step, and spares the previous log-probs' pass.",
     )
     use_cispo: bool = Field(False, description="CISPO: clipped ratio as a constant weight.")
     use_kl_in_reward: bool = Field(
