@@ -124,8 +124,8 @@ class RayWorkerGroup:
         prefix = self.name_prefix if number == 1 else f"{self.name_prefix}.{number}"
         stored = RayWorkerBuilder(
             self._builder.ray_actor_class_fqn,
-            *map(share, self._builder.args),
-            **{key: share(value) for key, value in self._builder.kwargs.items()},
+            *(share(value, len(seats)) for value in self._builder.args),
+            **{key: share(value, len(seats)) for key, value in self._builder.kwargs.items()},
         )
         ready = []
         for seat in seats:
@@ -228,7 +228,7 @@ class RayWorkerGroup:
                 raise ValueError(
                     f"{method_name}: argument {label} has {len(value)} entries for {len(ranks)} workers"
                 )
-        common = {key: share(value) for key, value in (common_kwargs or {}).items()}
+        common = {key: share(value, len(ranks)) for key, value in (common_kwargs or {}).items()}
         return [
             self._submit(
                 rank,
@@ -243,9 +243,9 @@ class RayWorkerGroup:
         self, method_name: str, *args: Any, run_rank_0_only_axes: list[str] | None = None, **kwargs: Any
     ) -> list[ray.ObjectRef]:
         """Call all workers (or those with coordinate 0 along ``run_rank_0_only_axes``) with the same arguments."""
-        shared = tuple(map(share, args))
-        shared_kwargs = {key: share(value) for key, value in kwargs.items()}
         ranks = self._called_ranks(run_rank_0_only_axes)
+        shared = tuple(share(value, len(ranks)) for value in args)
+        shared_kwargs = {key: share(value, len(ranks)) for key, value in kwargs.items()}
         return [self._submit(rank, method_name, shared, shared_kwargs) for rank in ranks]
 
     def call_all_workers(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -304,7 +304,8 @@ class RayWorkerGroup:
         free = [axis for axis in grid.names if axis not in (*sharded, *replicated)]
         for key, value in kwargs.items():
             _check_nesting(f"{method_name}: {key}", value, [grid.get_axis_size(axis) for axis in sharded])
-        common = {key: share(value) for key, value in (common_kwargs or {}).items()}
+        readers = len(self._workers)
+        common = {key: share(value, readers) for key, value in (common_kwargs or {}).items()}
         parts: dict[tuple[int, ...], dict[str, Any]] = {}
         futures, called, returning = [], [], []
         for rank in range(len(self._workers)):
@@ -312,7 +313,7 @@ class RayWorkerGroup:
             if all(at[axis] == 0 for axis in free):
                 index = tuple(at[axis] for axis in sharded)
                 if index not in parts:
-                    parts[index] = {key: share(_pick(value, index)) for key, value in kwargs.items()}
+                    parts[index] = {key: share(_pick(value, index), readers) for key, value in kwargs.items()}
                 part = parts[index]
             elif make_dummy_calls_to_free_axes:
                 part = dict.fromkeys(kwargs)
