@@ -80,16 +80,21 @@ class TensorBoardLogger(LoggerInterface):
     """Scalars as TensorBoard events."""
 
     def __init__(self, path: Path, last_step: int | None = None):
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary = Summary
         self._writer = SummaryWriter(str(path), purge_step=None if last_step is None else last_step + 1)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
-        """Add the numeric values; see `LoggerInterface`."""
-        for name, value in metrics.items():
-            number = _number(value)
-            if isinstance(number, int | float):
-                self._writer.add_scalar(_join(prefix, name), number, step)
+        """Add the numeric values, as one event; see `LoggerInterface`."""
+        numbers = {_join(prefix, name): _number(value) for name, value in metrics.items()}
+        values = [
+            self._summary.Value(tag=name, simple_value=number)
+            for name, number in numbers.items()
+            if isinstance(number, int | float)
+        ]
+        self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add the configuration as text."""
