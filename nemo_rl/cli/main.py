@@ -31,9 +31,15 @@ COMMANDS = {
     "plot": Command("nemo_rl.cli.plot", "draw the metrics of run directories"),
 }
 
+_RESUMABLE = ("grpo", "sft")
+INTERRUPTED = 130  # what a shell gives a program that Ctrl-C has ended
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``nemo-rl`` and give its exit code: 0 done, 1 failed, 2 wrong usage or configuration."""
+    """Run ``nemo-rl`` and give its exit code.
+
+    0 done, 1 failed, 2 wrong usage or configuration, 3 stopped before the last step, 130 interrupted.
+    """
     argv = sys.argv[1:] if argv is None else argv
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
@@ -60,8 +66,8 @@ def _run(name: str, argv: list[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
-    for name in ("megatron", "matplotlib"):  # they narrate at INFO what our own lines say
-        logging.getLogger(name).setLevel(logging.WARNING)
+    for library in ("megatron", "matplotlib"):  # they narrate at INFO what our own lines say
+        logging.getLogger(library).setLevel(logging.WARNING)
     from nemo_rl.utils.config import ConfigError
 
     try:
@@ -69,6 +75,10 @@ def _run(name: str, argv: list[str]) -> int:
     except ConfigError as error:
         print(f"nemo-rl {name}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        goes_on = "; the same command goes on from the last checkpoint" if name in _RESUMABLE else ""
+        print(f"nemo-rl {name}: interrupted{goes_on}", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _usage() -> str:

@@ -46,7 +46,8 @@ def test_constant_others_are_not_divided_by_rounding_error(common, single):
 def test_rewards_that_differ_by_a_rounding_error_count_as_constant():
     almost = torch.tensor(0.35)
     almost = torch.nextafter(almost, torch.tensor(1.0)).item()
-    advantages = per_row([0.35, almost, 0.35, almost])  # no row is alone: the deviation of the others is not 0
+    # Two of them: with one, the baseline of the others would round to their reward.
+    advantages = per_row([0.35, almost, 0.35, almost])
     assert advantages.abs().max() < 1e-6
 
 

@@ -94,6 +94,16 @@ def test_dispatcher(capsys):
     assert main(["--version"]) == 0
 
 
+def test_an_interrupt_is_one_line(path, capsys, monkeypatch):
+    def interrupt(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nemo_rl.cli.grpo.run", interrupt)
+    assert main(["grpo", "--config", path]) == 130
+    error = capsys.readouterr().err
+    assert error == "nemo-rl grpo: interrupted; the same command goes on from the last checkpoint\n"
+
+
 @pytest.mark.parametrize("argv", [["--help"], ["config", "check", "PATH"]])
 def test_answers_in_half_a_second_without_importing_torch(path, argv):
     argv = [path if word == "PATH" else word for word in argv]
