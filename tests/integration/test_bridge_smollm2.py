@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real pretrained model through the bridge. Needs `bash scripts/fetch_smollm2.sh`."""
+"""A real pretrained model through the bridge; `scripts/fetch_smollm2.sh` makes it where it is not there yet."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,9 @@ from megatron_bridge import AutoBridge
 from tests.support.models import hf_token_logprobs
 from tests.support.world import run_world
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (MODEL / "model.safetensors").is_file(), reason="run scripts/fetch_smollm2.sh first"
-    ),
-]
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "smollm2-135m-instruct"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SENTENCES = """\
 The river had been frozen since the first week of December.
 She opened the letter, read it twice, and put it back without a word.
@@ -42,6 +39,11 @@ Mount Everest is the highest mountain above sea level.
 Nobody in the village could remember a winter as mild as this one.
 The first computers filled whole rooms and had less memory than a postcard.
 Thank you for your help; I could not have finished this without you.""".splitlines()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fetched() -> None:
+    subprocess.run(["bash", str(ROOT / "scripts" / "fetch_smollm2.sh")], check=True, timeout=600)
 
 
 @pytest.fixture(scope="module")
