@@ -60,6 +60,8 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         grad_gate, grad_up = result.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), grad, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        torch.mul(grad, up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        torch.ops.aten.silu.out(gate, out=grad_up)
+        grad_up.mul_(grad)
         return result
