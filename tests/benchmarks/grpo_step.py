@@ -290,6 +290,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ |= {"NRL_DEVICE": "cpu", "NRL_NUM_THREADS": str(args.threads), "TORCHDYNAMO_DISABLE": "1"}
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    # Ray's default is 15: on a busy machine that would measure the others.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     torch.set_num_threads(args.threads)
     count = WARM_UP + args.turns
     results: dict[str, Samples] = {}
@@ -304,6 +306,7 @@ def main() -> None:
                     override = [f"loss_fn.force_on_policy_ratio={value}"]
                     config = grpo_config(model_dir, folder / name, count + 1, override)
                     results[name] = measure_steps(config, peer)
+    sys.stdout.write(f"{args.turns} turns, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}\n\n")
     if args.json:
         args.json.write_text(json.dumps(results))
     for name, samples in results.items():
