@@ -29,7 +29,7 @@ from nemo_rl.environments.registry import create_envs
 from nemo_rl.models.generation import configure_generation_config
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointManager, changed_keys, load_run_config
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.run_dir import describe_run
 from nemo_rl.utils.tokenizer import get_tokenizer
@@ -102,6 +102,8 @@ def _assemble(
     if checkpoint is not None:
         train_loader.load_state_dict(load_dataloader_state(checkpoint))
         logger.info("resuming after step %d from %s", state.step, checkpoint)
+        for line in changed_keys(load_run_config(checkpoint), config.to_dict()):
+            logger.warning("resuming with another configuration than the checkpoint's: %s", line)
     describe_run(run_dir, config.to_dict())
     sink = Logger(config.logger, run_dir, None if checkpoint is None else state.step)
     stack.callback(sink.close)

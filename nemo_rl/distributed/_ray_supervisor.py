@@ -107,11 +107,17 @@ def _started(temp_dir: Path) -> list[psutil.Process]:
 
 
 def _keep_logs(temp_dir: Path, log_dir: Path) -> None:
+    """Copy Ray's logs; a full disk must not keep the temporary directory, with its token, from being deleted."""
     session = temp_dir / "session_latest"
-    if session.exists():
+    if not session.exists():
+        return
+    try:
         shutil.copytree(
             session.resolve() / "logs", log_dir, dirs_exist_ok=True, ignore_dangling_symlinks=True
         )
+    except OSError as error:  # shutil.Error is one
+        reason = str(error)[:300]
+        sys.stderr.write(f"nemo-rl: Ray's logs could not all be copied to {log_dir}: {reason}\n")
 
 
 if __name__ == "__main__":

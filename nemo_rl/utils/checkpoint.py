@@ -34,6 +34,7 @@ PathLike = str | os.PathLike[str]
 
 _STEP = re.compile(r"step_(\d+)")
 _TRAINING_INFO = "training_info.json"
+_RUN_CONFIG = "config.yaml"
 _STATUS = "latest_checkpoint_status.json"
 
 
@@ -57,6 +58,26 @@ def fsync_tree(root: PathLike) -> None:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def load_run_config(checkpoint: PathLike) -> dict[str, Any]:
+    """The resolved configuration that a checkpoint was written under; empty if it holds none."""
+    file = Path(checkpoint) / _RUN_CONFIG
+    return yaml.safe_load(file.read_text()) if file.exists() else {}
+
+
+def changed_keys(old: Any, new: Any, key: str = "") -> list[str]:
+    """``key: old -> new`` for every leaf in which two configurations differ; nothing where there is no old one."""
+    if old == {} and not key:
+        return []
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return [] if old == new else [f"{key}: {old!r} -> {new!r}"]
+    names = dict.fromkeys([*old, *new])
+    return [
+        line
+        for name in names
+        for line in changed_keys(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+    ]
 
 
 class CheckpointManager:
@@ -99,7 +120,7 @@ class CheckpointManager:
         path.mkdir(parents=True)
         write_json_atomically(path / _TRAINING_INFO, dict(training_info))
         if run_config is not None:
-            (path / "config.yaml").write_text(yaml.safe_dump(dict(run_config), sort_keys=False))
+            (path / _RUN_CONFIG).write_text(yaml.safe_dump(dict(run_config), sort_keys=False))
         return str(path)
 
     def finalize_checkpoint(self, checkpoint_path: PathLike) -> None:

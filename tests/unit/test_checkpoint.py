@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.checkpoint import CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointManager, changed_keys, load_run_config
 
 
 def save(manager: CheckpointManager, step: int, **info: float) -> None:
@@ -44,6 +44,18 @@ def test_saved_checkpoint_is_found_and_read_back(tmp_path: Path) -> None:
         "step": 10,
         "path": "step_10",
     }
+
+
+def test_what_changed_since_a_checkpoint(tmp_path: Path) -> None:
+    old = {"policy": {"model_name": "a", "betas": [1, 2]}, "grpo": {"seed": 1}}
+    path = Path(manager_at(tmp_path).init_tmp_checkpoint(2, {}, old))
+    assert changed_keys(load_run_config(path), old) == []
+    new = {"policy": {"model_name": "b", "betas": [1, 2]}, "grpo": {"seed": 1, "new": True}}
+    assert changed_keys(load_run_config(path), new) == [
+        "policy.model_name: 'a' -> 'b'",
+        "grpo.new: None -> True",
+    ]
+    assert changed_keys(load_run_config(tmp_path), new) == [], "a checkpoint without a configuration"
 
 
 @pytest.mark.parametrize("higher", [True, False])
