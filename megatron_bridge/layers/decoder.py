@@ -77,11 +77,12 @@ class DecoderLayer(TransformerLayer):
         meta = options.get("packed_seq_params")
         if torch.is_grad_enabled() or self.training or not self._plain or not isinstance(meta, AttentionMeta):
             return super().forward(hidden_states, attention_mask, **options)
-        attended = self.self_attention(
+        output, bias = self.self_attention(
             self.input_layernorm(hidden_states), attention_mask, packed_seq_params=meta
         )
-        hidden_states = _add(*attended, hidden_states)
-        return _add(*self.mlp(self.pre_mlp_layernorm(hidden_states)), hidden_states), None
+        hidden_states = _add(output, bias, hidden_states)
+        output, bias = self.mlp(self.pre_mlp_layernorm(hidden_states))
+        return _add(output, bias, hidden_states), None
 
 
 def _add(output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ class TensorBoardLogger(LoggerInterface):
     """Scalars as TensorBoard events."""
 
     def __init__(self, path: Path, last_step: int | None = None):
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyrefly: ignore[missing-module-attribute]
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary = Summary
@@ -94,7 +94,9 @@ class TensorBoardLogger(LoggerInterface):
             for name, number in numbers.items()
             if isinstance(number, int | float)
         ]
-        self._writer.file_writer.add_summary(self._summary(value=values), step)
+        events = self._writer.file_writer
+        assert events is not None, "the logger is closed"
+        events.add_summary(self._summary(value=values), step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Add the configuration as text."""
