@@ -7,6 +7,7 @@ Group Relative Policy Optimization, https://arxiv.org/abs/2402.03300. One step, 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -234,4 +235,5 @@ def reward_components(rollouts: BatchedDataDict[Any]) -> dict[str, Tensor]:
 
 
 def _mean(values: Tensor) -> float:
-    return values.double().mean().item() if len(values) else 0.0
+    """The mean; NaN where there is nothing to measure."""
+    return values.double().mean().item() if len(values) else math.nan

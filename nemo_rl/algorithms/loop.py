@@ -21,6 +21,8 @@ from nemo_rl.utils.timer import Timer
 logger = logging.getLogger(__name__)
 
 _DATALOADER_FILE = "train_dataloader.pt"
+FLAT_STEPS = 5
+"""So many steps in a row without a gradient are worth a warning."""
 
 
 @dataclass
@@ -32,12 +34,14 @@ class LoopState:
         consumed_samples: rows of the data set used so far.
         total_valid_tokens: tokens that the loss covered so far.
         num_skipped_steps: optimizer steps skipped so far (no valid token, or a gradient that was not finite).
+        validation: metrics of the last validation.
     """
 
     step: int = 0
     consumed_samples: int = 0
     total_valid_tokens: int = 0
     num_skipped_steps: int = 0
+    validation: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_training_info(cls, info: Mapping[str, Any]) -> LoopState:
@@ -153,7 +157,7 @@ class TrainLoop:
         self.state = state
         self.timer = Timer()
         self.deadline = Deadline(context.checkpointing.checkpoint_must_save_by, state.step)
-        self._last_validation: dict[str, float] = {}
+        self._flat_steps = 0  # steps in a row without a gradient
 
     def run(self) -> LoopState:
         """Run to the end.
@@ -197,11 +201,7 @@ class TrainLoop:
 
     def _log(self, result: StepResult, progress: StepProgress) -> None:
         step, sink = self.state.step, self.context.logger
-        for name in ("loss", "grad_norm"):
-            if not math.isfinite(result.metrics[name]):
-                logger.warning(
-                    "step %d: %s is %s; the optimizer step was skipped", step, name, result.metrics[name]
-                )
+        self._warn(result)
         sink.log_metrics(result.metrics, step, "train")
         seconds = self.timer.seconds()
         sink.log_metrics(seconds, step, "timing/train")
@@ -211,11 +211,29 @@ class TrainLoop:
             sink.log_rows("rollouts", step, result.rows)
         progress.update(step, {name: result.metrics[name] for name in self.algorithm.headline})
 
+    def _warn(self, result: StepResult) -> None:
+        """Say so when a step taught nothing."""
+        step, metrics = self.state.step, result.metrics
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(metrics[name]):
+                logger.warning("step %d: %s is %s; the optimizer step was skipped", step, name, metrics[name])
+        if result.num_valid_tokens == 0:
+            logger.warning(
+                "step %d: no row counts (see rollouts/step_%d.jsonl); nothing was learnt", step, step
+            )
+        self._flat_steps = self._flat_steps + 1 if metrics["grad_norm"] == 0 else 0
+        if self._flat_steps == FLAT_STEPS:
+            logger.warning(
+                "the last %d steps had no gradient (with GRPO: in every group all rewards were equal); the task may "
+                "be too hard or too easy for this model",
+                FLAT_STEPS,
+            )
+
     def _validate(self, progress: StepProgress) -> None:
         timer = Timer()
         with timer.time("total_validation_time"):
             metrics, rows = self.algorithm.validate(self.state.step, timer)
-        self._last_validation = metrics
+        self.state.validation = dict(metrics)
         self.context.logger.log_metrics(metrics, self.state.step, "validation")
         self.context.logger.log_metrics(timer.seconds(), self.state.step, "timing/validation")
         if rows:
@@ -229,7 +247,7 @@ class TrainLoop:
         manager, config = self.context.checkpointer, self.context.config
         info: dict[str, Any] = asdict(self.state)
         info |= {f"train:{name}": value for name, value in result.metrics.items()}
-        info |= {f"val:{name}": value for name, value in self._last_validation.items()}
+        info |= {f"val:{name}": value for name, value in self.state.validation.items()}
         with self.timer.time("checkpointing"):
             check_metric_name(manager, info)
             path = Path(manager.init_tmp_checkpoint(self.state.step, info, config.to_dict()))

@@ -107,6 +107,7 @@ def rollout_rows(
             "response": message_text(log, sampled=True),
             "reward": float(rollouts["total_reward"][index]),
             "valid": bool(rollouts["reward_valid"][index] > 0),
+            "error": rollouts["errors"][index],
             "truncated": bool(rollouts["truncated"][index]),
             "weight_version": weight_version,
         }

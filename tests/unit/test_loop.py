@@ -169,3 +169,21 @@ def test_resume_at_an_epoch_boundary_runs_the_next_epoch(tmp_path: Path) -> None
     straight = tmp_path / "straight"
     run(straight, Number(), CADENCE, save_period=10)[0].run()
     assert records(tmp_path) == records(straight)
+
+
+def test_steps_without_a_gradient_are_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, Number(), CADENCE)[0].run()  # Number reports a gradient norm of 0
+    assert sum("had no gradient" in record.message for record in caplog.records) == 1
+
+
+def test_the_last_validation_survives_a_resume(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        run(tmp_path, Number(fail_at=13), CADENCE, metric_name="val:accuracy")[0].run()
+    loop, manager = run(tmp_path, Number(), Cadence(14, 0, False, False), metric_name="val:accuracy")
+    loop.run()
+    latest, before = (
+        manager.load_training_info(),
+        manager.load_training_info(tmp_path / "checkpoints" / "step_12"),
+    )
+    assert latest["step"] == 14
+    assert latest["val:accuracy"] == before["val:accuracy"]

@@ -37,6 +37,7 @@ def rollouts() -> BatchedDataDict[Any]:
         reward_valid=torch.tensor([1.0, 1.0, 0.0]),
         total_reward=torch.tensor([1.0, 0.0, 0.0]),
         truncated=torch.tensor([False, False, True]),
+        errors=[None, None, "TimeoutError"],
         idx=[4, 4, 9],
     )
 
@@ -81,6 +82,7 @@ def test_rows_of_a_step_can_be_read_afterwards(rollouts: BatchedDataDict[Any]) -
     assert row["ratio"] == pytest.approx([1.6487213] * 2)
     assert (row["reward"], row["advantage"], row["weight_version"]) == (0.0, 2.0, 7)
     assert [r["valid"] for r in rows] == [True, True, False]
+    assert [r["error"] for r in rows] == [None, None, "TimeoutError"]
     assert [r["truncated"] for r in rows] == [False, False, True]
     del batch["prev_logprobs"]  # not computed with loss_fn.force_on_policy_ratio
     assert "ratio" not in rollout_rows(rollouts, weight_version=7, advantages=advantages, training=batch)[1]
