@@ -2,8 +2,9 @@
 """Silences the few messages of third parties that say nothing to our users, each by its own text.
 
 Megatron-core warns that Transformer Engine and Apex are absent (our layer specs do not need them), that ``GPTModel``
-will be replaced by ``HybridModel`` (once per build), that its multimodal configs are experimental, and that the CPU generator moved inside a forked generator (on a
-CPU that is the point). Everything else still reaches the user.
+will be replaced by ``HybridModel`` (once per build), that its multimodal configs are experimental, that it lays out the
+gradient buffer by itself, and that the CPU generator moved inside a forked generator (on a CPU that is the point).
+Everything else still reaches the user.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _CPU_WARNINGS = (
     r"When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
 )
 _LOG_LINES = {
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.tensor_parallel.random": "CPU RNG state changed within GPU RNG context",

@@ -90,6 +90,7 @@ def start_local_ray(log_dir: str | None = None, *options: str) -> LocalRay:
         "RAY_prestart_worker_first_driver": "0",  # workers have an environment each: idle ones would never serve
         "RAY_enable_worker_prestart": "0",
         "RAY_process_group_cleanup_enabled": "1",  # what a worker started dies with it
+        "RAY_worker_niceness": "0",  # Ray's default of 15 starves training beside any other work
     }
     command = [
         sys.executable,
