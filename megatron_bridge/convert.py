@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_bridge.auto_bridge import AutoBridge
+from megatron_bridge.contents import check_contents
 from megatron_bridge.errors import CheckpointError
 from megatron_bridge.hf_io import atomic_directory, parse_size
 from megatron_bridge.platform import prepare_platform
@@ -35,6 +34,7 @@ logger = logging.getLogger(__name__)
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 # Where a training run keeps its weights, seen from the directory of a step.
 _PLACES = (".", "weights", "policy/weights")
+_ADVICE = "Give the config.json of the model that it was made from."
 
 
 def untracked[T](items: Iterable[T], description: str, total: int) -> Iterable[T]:
@@ -116,7 +116,7 @@ def export_checkpoint(
         model = _build(bridge, dtype or _config_dtype(bridge))
         state = _state(model)
         for _ in track(["checkpoint"], "reading", 1):
-            _check_contents(state, source)
+            check_contents(state, source, bridge.config.vocab_size, _ADVICE)
             try:
                 loaded = dist_checkpointing.load(state, str(source), strict=StrictHandling.RAISE_UNEXPECTED)
             except (CheckpointingException, CheckpointException, RuntimeError, OSError) as error:
@@ -136,26 +136,6 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
             return root / place
     looked = ", ".join(str(root / place) for place in _PLACES)
     raise CheckpointError(f"no megatron-core distributed checkpoint in {looked}")
-
-
-def _check_contents(state: dict[str, Any], source: Path) -> None:
-    """Every parameter must be in the checkpoint with its shape (the padded vocabulary may differ)."""
-    present = dist_checkpointing.load_tensors_metadata(str(source))
-    wanted: list[ShardedTensor] = []
-    for entry in state.values():
-        wanted += nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
-    for tensor in wanted:
-        stored = present.get(tensor.key)
-        if stored is None:
-            raise CheckpointError(f"{source} does not hold this model: {tensor.key} is missing")
-        same = stored.global_shape == tensor.global_shape
-        if not same and not (
-            tensor.allow_shape_mismatch and stored.global_shape[1:] == tensor.global_shape[1:]
-        ):
-            raise CheckpointError(
-                f"{source} does not hold this model: {tensor.key} has shape {stored.global_shape}, "
-                f"but the model's config.json asks for {tensor.global_shape}"
-            )
 
 
 def _build(bridge: AutoBridge, dtype: torch.dtype) -> GPTModel:

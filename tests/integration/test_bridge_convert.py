@@ -198,11 +198,19 @@ def test_import_of_a_damaged_directory_names_the_fault_and_leaves_nothing(
         (["import", "{tmp}", "{tmp}/out"], "has no config.json"),
         (
             ["export", "{imported}", "{tmp}/out", "--hf", "{other}"],
-            "has shape (97, 32), but the model's config.json asks",
+            "has shape (97, 32), but the model asks for (97, 64)",
         ),
         (
             ["export", "{imported}", "{tmp}/out", "--hf", "{deeper}"],
             "does not hold this model: decoder.layers.",
+        ),
+        (
+            ["export", "{imported}", "{tmp}/out", "--hf", "{untied}"],
+            "output_layer.weight is missing (the model has it with shape (97, 32))",
+        ),
+        (
+            ["export", "{imported}", "{tmp}/out", "--hf", "{larger}"],
+            "has shape (97, 32), but the model has a vocabulary of 101: (101, 32)",
         ),
         (
             ["export", "{imported}", "{tmp}/out", "--hf", "{tied}", "--max-shard-size", "big"],
@@ -223,6 +231,10 @@ def test_mistakes_exit_with_2_and_say_what_is_wrong(
         places["other"] = tiny_hf_dir(tmp_path / "other", "qwen3", tied=True, hidden=64)
     if "{deeper}" in arguments:
         places["deeper"] = tiny_hf_dir(tmp_path / "deeper", "qwen3", tied=True, layers=3)
+    if "{untied}" in arguments:
+        places["untied"] = tiny_hf_dir(tmp_path / "untied", "qwen3", tied=False)
+    if "{larger}" in arguments:
+        places["larger"] = tiny_hf_dir(tmp_path / "larger", "qwen3", tied=True, vocab=101)
     capsys.readouterr()
     assert main([argument.format(**places) for argument in arguments]) == 2
     message = capsys.readouterr().err

@@ -134,6 +134,62 @@ def test_another_layout_goes_on_from_the_checkpoint(name: str, tmp_path: Path) -
     assert before[0]["num_samples"] == after[0]["num_samples"] == 7 * 8
 
 
+@pytest.fixture(scope="module")
+def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where a tied model of 2 layers, hidden size 32 and 97 tokens has been saved by two tensor-parallel ranks."""
+    directory = tmp_path_factory.mktemp("tied")
+    path = tiny_hf_dir(directory / "model", "qwen3", tied=True)
+    common = {"steps_before": 0, "steps_after": 0, "save": True, "load": False, "fresh": False}
+    run(2, config_of(path, {"tp": 2}, False), oracle.batch(), directory=str(directory), **common)
+    return str(directory)
+
+
+OTHER_MODELS = {
+    "untied": (
+        {"tied": False},
+        r"output_layer\.weight is missing \(the model has it with shape \(98, 32\)\)",
+    ),
+    "wider": (
+        {"hidden": 64},
+        r"\w+ has shape \(98, 32\), but the model asks for \(98, 64\); .*; and \d+ more",
+    ),
+    "deeper": ({"layers": 3}, r"decoder\.layers\."),
+    "shallower": ({"layers": 1}, r"decoder\.layers\."),
+    "more_tokens": (
+        {"vocab": 113},
+        r"has shape \(98, 32\), but the model has a vocabulary of 113: \(114, 32\)",
+    ),
+    "fewer_tokens": (
+        {"vocab": 95},
+        r"has shape \(98, 32\), but the model has a vocabulary of 95: \(96, 32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_the_checkpoint_of_another_model_is_refused(tied_checkpoint: str, tmp_path: Path, name: str) -> None:
+    other, words = OTHER_MODELS[name]
+    path = tiny_hf_dir(tmp_path / "model", "qwen3", **({"tied": True} | other))
+    advice = r"Resume with the policy\.model_name .* logger\.log_dir"
+    expected = rf"CheckpointError: {tied_checkpoint}/weights does not hold this model: .*{words}.*\. {advice}"
+    common = {"steps_before": 0, "steps_after": 0, "save": False, "load": True, "fresh": False}
+    with pytest.raises(AssertionError, match=expected):
+        run(2, config_of(path, {"tp": 2}, False), oracle.batch(), directory=tied_checkpoint, **common)
+
+
+def test_an_untied_checkpoint_does_not_load_into_a_tied_model(tmp_path: Path) -> None:
+    """Each of two stages sees a half of the model: the checkpoint is compared with the whole."""
+    path = tiny_hf_dir(tmp_path / "model", "qwen3", tied=False)
+    common = {"steps_before": 0, "steps_after": 0, "fresh": False, "directory": str(tmp_path)}
+    for load in (False, True):
+        run(2, config_of(path, {"pp": 2}, False), oracle.batch(), save=not load, load=load, **common)
+    tied = tiny_hf_dir(tmp_path / "tied", "qwen3", tied=True)
+    with pytest.raises(
+        AssertionError, match=r"output_layer\.weight with shape \(97, 32\) is not part of the"
+    ):
+        run(2, config_of(tied, {"pp": 2}, False), oracle.batch(), save=False, load=True, **common)
+
+
 def test_a_path_without_checkpoint_is_refused(tmp_path: Path) -> None:
     path = tiny_hf_dir(tmp_path / "model", "qwen3")
     with pytest.raises(AssertionError, match="is not a checkpoint of this project"):

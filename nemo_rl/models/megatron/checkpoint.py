@@ -35,11 +35,16 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_bridge.contents import check_contents
 from nemo_rl.models.megatron.optimizer import chained
 
 logger = logging.getLogger(__name__)
 
 _MASTER = "master"
+_TP_OF_LAYOUT = 1  # see _layout()
+_ADVICE = (
+    "Resume with the policy.model_name that the run began with, or begin a new run in another logger.log_dir."
+)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -50,17 +55,29 @@ def save_weights(path: str, models: list[GPTModel]) -> None:
     _write(path, _model_state(models))
 
 
-def load_weights(path: str, models: list[GPTModel]) -> None:
+def load_weights(path: str, models: list[GPTModel], vocab_size: int) -> None:
     """Read weights into ``models``, at any layout. Collective.
 
+    Args:
+        path: directory of the checkpoint.
+        models: chunks of this rank.
+        vocab_size: without the rows that pad it to the tensor-parallel size.
+
     Raises:
-        ValueError: ``path`` is no checkpoint.
+        ValueError: ``path`` is no checkpoint, or one of another model; the message names tensors and shapes.
     """
-    state = _read(path, _model_state(models))
+    wanted = _model_state(models)
+    check_contents(wanted, path, vocab_size, _ADVICE, max_padding=_max_padding(_common(path)))
+    state = _read(path, wanted)
     for index, model in enumerate(models):
         prefix = _chunk_prefix(index)
         own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         model.load_state_dict(own, strict=True)
+
+
+def _max_padding(common: dict[str, Any]) -> int | None:
+    """Rows by which the writer of a checkpoint can have padded the vocabulary; None: not one of our training runs."""
+    return common["extra"]["layout"][_TP_OF_LAYOUT] - 1 if "extra" in common else None
 
 
 def _chunk_prefix(index: int) -> str:

@@ -257,12 +257,16 @@ class MegatronEngine:
         checkpoint.save_optimizer(_optimizer_dir(weights_path, optimizer_path), models, self.optimizer, extra)
 
     def load(self, weights_path: str | None, optimizer_path: str | None = None) -> None:
-        """Read weights and/or optimizer state (masters, moments, schedules, random state). Collective."""
+        """Read weights and/or optimizer state (masters, moments, schedules, random state). Collective.
+
+        Raises:
+            ValueError: no checkpoint there, or one of another model, or no optimizer to load into.
+        """
         if optimizer_path is not None and not self.can_train:
             raise ValueError("this worker has no optimizer to load into; pass optimizer_path=None")
         models = self.models()
         if weights_path is not None:
-            checkpoint.load_weights(weights_path, models)
+            checkpoint.load_weights(weights_path, models, self.vocab_size)
             self.reload_masters()
         if optimizer_path is None or self.optimizer is None or self.scheduler is None:
             return
