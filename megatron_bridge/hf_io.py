@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -247,6 +248,7 @@ def atomic_directory(path: str | os.PathLike[str]) -> Generator[Path]:
     """A directory that appears under ``path`` complete, or not at all.
 
     Yields a temporary sibling to write into; it is renamed when the block ends well and removed when it does not.
+    What killed processes of this host have left of the same target is removed first.
 
     Raises:
         CheckpointError: if ``path`` exists and is not an empty directory.
@@ -257,8 +259,9 @@ def atomic_directory(path: str | os.PathLike[str]) -> Generator[Path]:
             f"{target} exists and is not an empty directory; choose another path or remove it"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.partial-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    prefix = f".{target.name}.partial-{platform.node()}-"
+    temporary = target.parent / f"{prefix}{os.getpid()}"
+    _remove_leftovers(target.parent, prefix)
     temporary.mkdir()
     try:
         yield temporary
@@ -267,6 +270,27 @@ def atomic_directory(path: str | os.PathLike[str]) -> Generator[Path]:
         _sync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_leftovers(parent: Path, prefix: str) -> None:
+    """Removes directories named ``<prefix><process id>`` whose process is gone, and this process's own."""
+    for entry in parent.iterdir():
+        owner = entry.name.removeprefix(prefix)
+        if entry.name.startswith(prefix) and owner.isdecimal() and not _is_other_process(int(owner)):
+            logger.info("removing %s, left by an interrupted run", entry)
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_other_process(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
 
 
 def _sync_directory(path: Path) -> None:

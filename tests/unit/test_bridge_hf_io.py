@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +116,31 @@ def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     ):
         pass
     assert (target / "whole").read_text() == "x"
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from megatron_bridge.hf_io import atomic_directory\n"
+        "with atomic_directory(sys.argv[1]) as temporary:\n"
+        "    (temporary / 'half').write_text('x')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    target, other = tmp_path / "out", tmp_path / "out2"
+    for path in (target, other):
+        assert subprocess.run([sys.executable, "-c", code, str(path)], timeout=120).returncode == -9
+    left = sorted(entry.name for entry in tmp_path.iterdir())
+    assert len(left) == 2
+    of_target = left[0]
+    assert of_target.startswith(".out.partial-")
+    pid = of_target.rsplit("-", 1)[1]
+    alive = tmp_path / of_target.replace(pid, str(os.getppid()))
+    elsewhere = tmp_path / f".out.partial-another-host-{pid}"
+    for path in (alive, elsewhere):
+        path.mkdir()
+    with atomic_directory(target) as temporary:
+        (temporary / "whole").write_text("x")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out", alive.name, elsewhere.name, left[1]}
 
 
 def test_companions_travel_and_weights_do_not(tmp_path: Path) -> None:
