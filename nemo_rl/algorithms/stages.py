@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from nemo_rl.data.llm_message_utils import message_logs_to_batch, message_text
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.hashing import hash64
+
+_NO_TOKENS = -1.0  # documented value of `_min` and `_max` metrics where no token carried weight
 
 
 def to_training_batch(
@@ -56,14 +59,15 @@ def permute_rewards(rewards: Tensor, seed: int, step: int) -> Tensor:
 def summarize_training(results: Mapping[str, Any]) -> dict[str, float]:
     """One number per metric of a `Policy.train` call.
 
-    Losses and sums are means over the call's global batches; `_min` and `_max` metrics keep their meaning.
+    Losses and sums are means over the call's global batches; `_min` and `_max` metrics keep their meaning, and are -1
+    where no token carried weight.
     """
     out = {"loss": _mean(results["loss"]), "grad_norm": _mean(results["grad_norm"])}
     for name, values in results["all_mb_metrics"].items():
         if name.endswith("_min"):
-            out[name] = min(values)
+            out[name] = min((value for value in values if value != math.inf), default=_NO_TOKENS)
         elif name.endswith("_max"):
-            out[name] = max(values)
+            out[name] = max((value for value in values if value != -math.inf), default=_NO_TOKENS)
         else:
             out[name] = sum(values) / len(values)
     for name in ("lr", "wd"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -86,6 +87,20 @@ def test_rows_of_a_step_can_be_read_afterwards(rollouts: BatchedDataDict[Any]) -
     assert [r["truncated"] for r in rows] == [False, False, True]
     del batch["prev_logprobs"]  # not computed with loss_fn.force_on_policy_ratio
     assert "ratio" not in rollout_rows(rollouts, weight_version=7, advantages=advantages, training=batch)[1]
+
+
+def test_updates_without_a_token_do_not_make_extremes_infinite() -> None:
+    def extremes(low: list[float], high: list[float]) -> tuple[float, float]:
+        metrics = {"probs_ratio_min": low, "probs_ratio_max": high}
+        results = {"loss": torch.zeros(1), "grad_norm": torch.zeros(1), "all_mb_metrics": metrics}
+        results |= {"lr": [0.1], "wd": [0.0], "global_valid_seqs": [0.0], "global_valid_toks": [0.0]}
+        summary = summarize_training({**results, "num_skipped_steps": 0})
+        return summary["probs_ratio_min"], summary["probs_ratio_max"]
+
+    inf = math.inf
+    assert extremes([inf], [-inf]) == (-1.0, -1.0)
+    assert extremes([inf, 0.5, 0.7], [-inf, 1.5, 1.2]) == (0.5, 1.5)
+    assert extremes([0.5], [inf]) == (0.5, inf), "a ratio that overflows stays visible"
 
 
 def test_metrics_of_several_updates_become_one_number_each() -> None:
