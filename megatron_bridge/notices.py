@@ -19,6 +19,7 @@ _WARNINGS = (
     r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
     r"The argument order of load has been changed",
     r"MimoModelConfig is experimental",
+    r"invalid escape sequence '\\-'",  # a docstring of megatron-core, whenever it is compiled first
     r"The \.grad attribute of a Tensor that is not a leaf Tensor",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
     r".*torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor|_all_gather_base|_reduce_scatter_base)",

@@ -62,11 +62,8 @@ def main(out: Path) -> None:
         table.add_row(stage, f"{accuracy(out / weights, problems):.3f}", seconds, str(out / weights), where)
     console = Console(width=max(100, Console().width))
     console.print(table)
-    console.print(
-        f"curves: {out / 'grpo' / 'curves.png'}   rollouts: {out / 'grpo' / 'rollouts'}   "
-        f"metrics: {out / 'grpo' / 'metrics.jsonl'}",
-        highlight=False,
-    )
+    for what, name in (("curves", "curves.png"), ("rollouts", "rollouts"), ("metrics", "metrics.jsonl")):
+        console.print(f"{what:<8}  {out / 'grpo' / name}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def _run(name: str, argv: list[str]) -> int:
     module = importlib.import_module(COMMANDS[name].module)
     parser = argparse.ArgumentParser(
         prog=f"nemo-rl {name}",
-        description=module.__doc__,
+        description=(module.__doc__ or "").replace("``", "`"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)

@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the checkpoint that ``args`` describes; returns the exit code."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     try:
         num_parameters = make_tiny_checkpoint(
             args.out,

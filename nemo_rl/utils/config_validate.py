@@ -118,9 +118,11 @@ def _unknown_key(path: str, suggestions: list[str], value: Any, cls: type[Config
         return Violation(
             path + tail, "unknown key" + (f"; did you mean {' or '.join(places)}?" if places else "")
         )
-    message = f"unknown key; did you mean {' or '.join(name + tail for name in suggestions)}?"
     places = [key for key in keys if key.rsplit(".", 1)[-1] == leaf]
-    if tail and places and not any(name + tail in keys for name in suggestions):
+    elsewhere = bool(tail) and not any(name + tail in keys for name in suggestions)
+    rest = "" if elsewhere and not places else tail  # suggest no key that does not exist
+    message = f"unknown key; did you mean {' or '.join(name + rest for name in suggestions)}?"
+    if elsewhere and places:
         message += f" (the schema has {leaf} at {places[0]})"
     return Violation(path + tail, message)
 
