@@ -185,5 +185,7 @@ def test_older_rope_scaling_form_is_understood(tmp_path: Path) -> None:
 
 def test_arguments_are_parsed_without_torch() -> None:
     code = "import sys, megatron_bridge.cli as c; c._parser().parse_args(['models']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "False\n"
