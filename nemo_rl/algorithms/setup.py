@@ -104,8 +104,9 @@ def _assemble(
         logger.info("resuming after step %d from %s", state.step, checkpoint)
         for line in changed_keys(load_run_config(checkpoint), config.to_dict()):
             logger.warning("resuming with another configuration than the checkpoint's: %s", line)
-    describe_run(run_dir, config.to_dict())
-    sink = Logger(config.logger, run_dir, None if checkpoint is None else state.step)
+    resumed_step = None if checkpoint is None else state.step
+    describe_run(run_dir, config.to_dict(), resumed_step)
+    sink = Logger(config.logger, run_dir, resumed_step)
     stack.callback(sink.close)
     sink.log_hyperparams(config.to_dict())
     is_rl = isinstance(config, GRPOMasterConfig)

@@ -109,6 +109,7 @@ def rollout_rows(
             "idx": int(rollouts["idx"][index]),
             "prompt": message_text(log, sampled=False),
             "response": message_text(log, sampled=True),
+            "ground_truth": _ground_truth(rollouts["extra_env_info"][index]),
             "reward": float(rollouts["total_reward"][index]),
             "valid": bool(rollouts["reward_valid"][index] > 0),
             "error": rollouts["errors"][index],
@@ -122,6 +123,15 @@ def rollout_rows(
             row["advantage"] = float(advantages[index][sampled].mean()) if bool(sampled.any()) else 0.0
         rows.append(row)
     return rows
+
+
+def _ground_truth(metadata: Any) -> str | None:
+    """The right answer, where the environment's state holds one."""
+    return (
+        str(metadata["ground_truth"])
+        if isinstance(metadata, Mapping) and "ground_truth" in metadata
+        else None
+    )
 
 
 def _token_columns(training: Mapping[str, Tensor], index: int) -> dict[str, Any]:

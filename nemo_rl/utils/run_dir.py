@@ -55,10 +55,11 @@ def exclusive_run_dir(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield run_dir
 
 
-def describe_run(run_dir: Path, config: Mapping[str, Any]) -> None:
-    """Write config.resolved.yaml and env.json."""
+def describe_run(run_dir: Path, config: Mapping[str, Any], resumed_step: int | None = None) -> None:
+    """Write config.resolved.yaml and env.json; a run that resumes after step N writes env.step_N.json beside it."""
     (run_dir / "config.resolved.yaml").write_text(yaml.safe_dump(dict(config), sort_keys=False))
-    write_json_atomically(run_dir / "env.json", environment())
+    name = "env.json" if resumed_step is None else f"env.step_{resumed_step}.json"
+    write_json_atomically(run_dir / name, environment())
 
 
 def environment() -> dict[str, Any]:

@@ -90,3 +90,6 @@ def test_the_run_directory_explains_itself_without_secrets(
     text = (tmp_path / "env.json").read_text()
     assert json.loads(text)["packages"]["torch"]
     assert "very-secret" not in text
+    describe_run(tmp_path, {"policy": {"model_name": "m"}}, resumed_step=20)
+    assert (tmp_path / "env.json").read_text() == text
+    assert (tmp_path / "env.step_20.json").is_file()

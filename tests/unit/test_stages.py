@@ -40,6 +40,7 @@ def rollouts() -> BatchedDataDict[Any]:
         truncated=torch.tensor([False, False, True]),
         errors=[None, None, "TimeoutError"],
         idx=[4, 4, 9],
+        extra_env_info=[{"ground_truth": 7}, {"ground_truth": 7}, None],
     )
 
 
@@ -77,6 +78,7 @@ def test_rows_of_a_step_can_be_read_afterwards(rollouts: BatchedDataDict[Any]) -
     rows = rollout_rows(rollouts, weight_version=7, advantages=advantages, training=batch)
     row = json.loads(json.dumps(rows[1]))
     assert row["idx"] == 4
+    assert row["ground_truth"] == "7"
     assert (row["prompt"], row["response"]) == ("<user>", "<assistant><assistant>")
     assert row["token_ids"] == [6, 8]
     assert row["generation_logprobs"] == [-1.0, -1.0]
