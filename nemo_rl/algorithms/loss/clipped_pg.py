@@ -65,9 +65,8 @@ class ClippedPGLossFn(TokenLogprobLoss):
         Raises:
             ValueError: options that contradict each other; names them and a combination that works.
         """
-        self.cfg = ClippedPGLossConfig.coerce(cfg)
+        self.cfg = ClippedPGLossConfig.coerce(cfg).checked("loss_fn")
         self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
-        _check_options(self.cfg)
 
     def compute(
         self,
@@ -148,48 +147,6 @@ class ClippedPGLossFn(TokenLogprobLoss):
         behaviour = batch.sampled if cfg.use_on_policy_kl_approximation else batch.current.detach()
         weight = clamped_exp(batch.current - behaviour)
         return cfg.reference_policy_kl_penalty * self._reduce(weight * kl, batch.mask, *counts)
-
-
-def _check_options(cfg: ClippedPGLossConfig) -> None:
-    if cfg.ratio_clip_c is not None and cfg.ratio_clip_c <= 1.0:
-        raise ValueError(
-            f"loss_fn.ratio_clip_c is {cfg.ratio_clip_c}; dual clipping needs more than 1, such as 3.0"
-        )
-    if cfg.sequence_level_importance_ratios and cfg.token_level_loss:
-        raise ValueError(
-            "loss_fn.sequence_level_importance_ratios=true needs loss_fn.token_level_loss=false (one ratio per row)"
-        )
-    if cfg.disable_ppo_ratio and (cfg.force_on_policy_ratio or cfg.sequence_level_importance_ratios):
-        raise ValueError(
-            "loss_fn.disable_ppo_ratio=true removes the ratio; set force_on_policy_ratio=false and "
-            "sequence_level_importance_ratios=false"
-        )
-    if cfg.use_cispo and (
-        not cfg.token_level_loss
-        or cfg.ratio_clip_c is not None
-        or cfg.disable_ppo_ratio
-        or cfg.force_on_policy_ratio
-        or cfg.sequence_level_importance_ratios
-    ):
-        raise ValueError(
-            "loss_fn.use_cispo=true needs token_level_loss=true, ratio_clip_c=null, and disable_ppo_ratio, "
-            "force_on_policy_ratio and sequence_level_importance_ratios all false"
-        )
-    truncation = cfg.truncated_importance_sampling_ratio
-    if truncation is not None:
-        if not cfg.use_importance_sampling_correction:
-            raise ValueError(
-                "loss_fn.truncated_importance_sampling_ratio needs loss_fn.use_importance_sampling_correction=true"
-            )
-        if truncation <= 0:
-            raise ValueError(
-                f"loss_fn.truncated_importance_sampling_ratio is {truncation}; use a value above 0, or null"
-            )
-    if cfg.truncated_importance_sampling_type == "seq-mask-tis" and cfg.sequence_level_importance_ratios:
-        raise ValueError(
-            "loss_fn.truncated_importance_sampling_type='seq-mask-tis' works on token-level ratios; set "
-            "sequence_level_importance_ratios=false, or use 'tis' or 'icepop'"
-        )
 
 
 def _policy_ratio(batch: _Batch, cfg: ClippedPGLossConfig) -> Tensor:
